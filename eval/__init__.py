@@ -1,0 +1,1 @@
+"""Measurements and comparisons, one module per question."""
