@@ -28,7 +28,7 @@ CSRC = Path(__file__).resolve().parent
 FLAGS = ["-O3", "-std=c++17", "--expt-relaxed-constexpr", "-lineinfo", "-Xptxas", "-v", "-arch=sm_90a"]
 NOT_CHECKED = 77
 
-_FUNCTION = re.compile(r"Function properties for (\S+)")
+_FUNCTION = re.compile(r"Function properties for (.+)")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _RESOURCES = re.compile(r"Used (\d+) registers(.*)")
 _WARNING = re.compile(r"\(C75\d\d\)")
@@ -43,9 +43,12 @@ class Report:
 
 
 def find_nvcc() -> str | None:
-    """Return nvcc as CMake would find it, or None."""
-    named = os.environ.get("CUDACXX")
-    return shutil.which(named or "nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    """Return nvcc as CMakeLists.txt finds it, or None."""
+    if named := os.environ.get("CUDACXX"):
+        return shutil.which(named)
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    places = ["nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
+    return next((found for place in places if (found := shutil.which(place))), None)
 
 
 def parse(text: str) -> Report:
@@ -112,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     nvcc = find_nvcc()
     if nvcc is None:
-        print("not checked: nvcc was not found (PATH, CUDACXX, /usr/local/cuda)")
+        print("not checked: no nvcc in CUDACXX, PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda")
         return NOT_CHECKED
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     sources = [path.resolve() for path in options.sources] or sorted(CSRC.rglob("*.cu"))
