@@ -36,8 +36,9 @@ py::array_t<int32_t> greedy_order(const py::array& pages, int64_t window, int64_
         throw py::value_error("pages has " + std::to_string(pages.ndim()) +
                               " dimensions; supported: 2, [rows, topk]");
     const int64_t rows = pages.shape(0), topk = pages.shape(1);
-    if (rows > std::numeric_limits<int32_t>::max())
-        throw py::value_error("pages has " + std::to_string(rows) + " rows; supported: up to 2^31 - 1");
+    if (pages.size() > std::numeric_limits<int32_t>::max())
+        throw py::value_error("pages has " + std::to_string(pages.size()) +
+                              " entries; supported: up to 2^31 - 1");
     if (topk > search::kMaxTopk)
         throw py::value_error("pages has topk = " + std::to_string(topk) + "; supported: 0 to " +
                               std::to_string(search::kMaxTopk));
