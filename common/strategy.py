@@ -1,0 +1,373 @@
+"""The interface of an execution strategy, and the registry of all of them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from pageweaver.common.errors import UnsupportedDeviceError
+from pageweaver.common.problem import GROUP_SIZES, KV_DTYPES, MAX_TOPK, PAGE_SIZES, AttentionProblem
+from pageweaver.common.work import WorkReport
+
+BACKENDS = ("cuda", "reference")
+
+# The order of tables and plots.
+TABLE_ORDER = (
+    "per_query",
+    "union4",
+    "union8",
+    "regroup_w64",
+    "regroup_w128",
+    "offline_w512",
+    "offline_w2048",
+    "page_union",
+)
+
+# Buffer name -> (shape, dtype): what a strategy needs for a problem, from shapes alone.
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What one backend of a strategy supports; anything else is refused before any work.
+
+    Attributes
+    ----------
+    kv_dtypes : tuple of torch.dtype
+        Cache dtypes.
+    arithmetics : mapping of torch.dtype to tuple of str
+        Arithmetic policies for each cache dtype, the default first.
+    group_sizes, page_sizes : tuple of int
+        Query heads a KV head; tokens a page.
+    max_topk : int
+        Columns of ``q2k_indices``.
+    graph_capturable : bool
+        Whether a call can be captured in a CUDA graph after a warm-up.
+    """
+
+    arithmetics: Mapping[torch.dtype, tuple[str, ...]]
+    group_sizes: tuple[int, ...] = GROUP_SIZES
+    page_sizes: tuple[int, ...] = PAGE_SIZES
+    max_topk: int = MAX_TOPK
+    graph_capturable: bool = False
+
+    @property
+    def kv_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Cache dtypes."""
+        return tuple(self.arithmetics)
+
+
+REFERENCE_CAPABILITIES = Capabilities(
+    arithmetics={
+        torch.float8_e4m3fn: ("fp8", "float32"),
+        # BF16 keys are exact in FP32: the reference needs no rounding policy for them.
+        torch.bfloat16: ("float32",),
+    }
+)
+assert REFERENCE_CAPABILITIES.kv_dtypes == KV_DTYPES
+
+
+@dataclass(frozen=True, eq=False)
+class Workspace:
+    """Buffers of one strategy on one device, reusable by every problem that they are large enough for."""
+
+    strategy: str
+    buffers: Mapping[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.numel() * b.element_size() for b in self.buffers.values())
+
+    def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The leading part of a buffer, shaped for a problem.
+
+        Raises
+        ------
+        ValueError
+            The buffer is missing, of another dtype, or too small; bytes needed and available are named.
+        """
+        buffer = self.buffers.get(name)
+        needed = math.prod(shape)
+        if buffer is None or buffer.dtype != dtype or buffer.numel() < needed:
+            available = 0 if buffer is None else buffer.numel() * buffer.element_size()
+            raise ValueError(
+                f"workspace[{name!r}]: got {available} bytes of {None if buffer is None else buffer.dtype},"
+                f" supported: at least {needed * dtype.itemsize} bytes of {dtype} for shape {list(shape)}"
+                " (call strategy.workspace on the largest problem)"
+            )
+        return buffer.view(-1)[:needed].view(shape)
+
+
+@dataclass(eq=False)
+class Schedule:
+    """What `Strategy.prepare` made for one problem; strategies add their tensors as fields."""
+
+    strategy: str
+    backend: str
+    arithmetic: str
+    shape: tuple[int, ...]
+    workspace: Workspace = field(repr=False)
+
+
+def shape_key(problem: AttentionProblem) -> tuple[int, ...]:
+    """The sizes that a schedule is bound to."""
+    return (
+        problem.num_kv_heads,
+        problem.total_q,
+        problem.topk,
+        problem.group_size,
+        problem.page_size,
+        problem.batch_size,
+        problem.max_pages,
+    )
+
+
+class Strategy(ABC):
+    """One way of deciding which queries run together.
+
+    Parameters
+    ----------
+    backend : {"cuda", "reference"}, optional
+        Default: "cuda" for CUDA tensors, "reference" for CPU tensors. Nothing falls back silently: a
+        CUDA tensor on a device without the kernels raises, and the caller may ask for "reference".
+    arithmetic : str, optional
+        A policy of `Capabilities.arithmetics`; default the first one for the cache's dtype.
+
+    Raises
+    ------
+    ValueError
+        `backend` is not one of these.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Mapping[str, Capabilities]]
+
+    def __init__(self, *, backend: str | None = None, arithmetic: str | None = None) -> None:
+        if backend is not None and backend not in BACKENDS:
+            raise ValueError(f"backend: got {backend!r}, supported: {BACKENDS} or None")
+        self.backend = backend
+        self.arithmetic = arithmetic
+
+    def resolve(self, problem: AttentionProblem) -> tuple[str, str]:
+        """Choose backend and arithmetic for a problem, or refuse it.
+
+        Returns
+        -------
+        backend, arithmetic : str
+
+        Raises
+        ------
+        UnsupportedDeviceError
+            The tensors' device, or this build, has no kernels for the strategy.
+        TypeError, ValueError
+            The backend does not support the cache's dtype, a size, or the arithmetic asked for.
+        """
+        device = problem.device
+        backend = self.backend or ("reference" if device.type == "cpu" else "cuda")
+        if backend == "cuda" and device.type != "cuda":
+            raise UnsupportedDeviceError(
+                f"{self.name}: backend 'cuda' needs CUDA tensors, q is on {device};"
+                " supported there: 'reference'"
+            )
+        if backend not in self.capabilities:
+            raise UnsupportedDeviceError(
+                f"{self.name}: this build has no {backend!r} backend, supported: {tuple(self.capabilities)}"
+                " (pass backend='reference' to run the torch path on any device)"
+            )
+        able = self.capabilities[backend]
+        if problem.k_cache.dtype not in able.kv_dtypes:
+            raise TypeError(
+                f"k_cache.dtype: got {problem.k_cache.dtype},"
+                f" supported by {self.name} on {backend}: {able.kv_dtypes}"
+            )
+        for what, value, supported in (
+            ("num_qo_heads / num_kv_heads (group_size)", problem.group_size, able.group_sizes),
+            ("page_size", problem.page_size, able.page_sizes),
+        ):
+            if value not in supported:
+                raise ValueError(f"{what}: got {value}, supported by {self.name} on {backend}: {supported}")
+        if problem.topk > able.max_topk:
+            raise ValueError(
+                f"topk: got {problem.topk}, supported by {self.name} on {backend}: at most {able.max_topk}"
+            )
+        policies = able.arithmetics[problem.k_cache.dtype]
+        arithmetic = self.arithmetic or policies[0]
+        if arithmetic not in policies:
+            raise ValueError(
+                f"arithmetic: got {arithmetic!r}, supported by {self.name} on {backend}"
+                f" for {problem.k_cache.dtype}: {policies}"
+            )
+        return backend, arithmetic
+
+    @abstractmethod
+    def workspace_layout(self, problem: AttentionProblem) -> Layout:
+        """Buffers for a problem's shapes; no value of any tensor is read."""
+
+    def workspace_bytes(self, problem: AttentionProblem) -> int:
+        """Bytes that `workspace` will allocate for a problem, from shapes alone."""
+        return sum(
+            math.prod(shape) * dtype.itemsize for shape, dtype in self.workspace_layout(problem).values()
+        )
+
+    def workspace(self, problem: AttentionProblem) -> Workspace:
+        """Allocate buffers for this problem and every smaller one.
+
+        Raises
+        ------
+        MemoryError
+            The device has not enough memory; the bytes needed are named.
+        """
+        layout = self.workspace_layout(problem)
+        try:
+            buffers = {
+                name: torch.empty(math.prod(shape), dtype=dtype, device=problem.device)
+                for name, (shape, dtype) in layout.items()
+            }
+        except (RuntimeError, MemoryError) as error:
+            raise MemoryError(
+                f"{self.name}: workspace of {self.workspace_bytes(problem)} bytes"
+                f" does not fit on {problem.device}"
+            ) from error
+        return Workspace(self.name, buffers)
+
+    def _views(
+        self, problem: AttentionProblem, workspace: Workspace | None
+    ) -> tuple[Workspace, dict[str, Any]]:
+        """The workspace, made when the caller has none, and its buffers shaped for `problem`."""
+        workspace = workspace or self.workspace(problem)
+        layout = self.workspace_layout(problem)
+        return workspace, {name: workspace.view(name, *spec) for name, spec in layout.items()}
+
+    @abstractmethod
+    def prepare(self, problem: AttentionProblem, workspace: Workspace | None = None) -> Schedule:
+        """Group queries and build the work lists of a problem.
+
+        Parameters
+        ----------
+        problem : AttentionProblem
+        workspace : Workspace, optional
+            From `workspace`; one is allocated when missing. The schedule's tensors lie in it, so the
+            next `prepare` on the same workspace overwrites them.
+
+        Returns
+        -------
+        Schedule
+        """
+
+    @abstractmethod
+    def _execute(
+        self, problem: AttentionProblem, schedule: Any, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        """Write every row of checked outputs."""
+
+    def execute(
+        self,
+        problem: AttentionProblem,
+        schedule: Schedule,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run a prepared problem.
+
+        Parameters
+        ----------
+        problem : AttentionProblem
+            The problem of `schedule`, or one of the same shapes with the same selection.
+        schedule : Schedule
+            From this strategy's `prepare`.
+        out : torch.Tensor, optional
+            bfloat16 ``[total_q, num_qo_heads, head_dim]`` (float32 with arithmetic "float32"), any
+            strides, unit last; written in place. Allocated when missing.
+        lse : torch.Tensor, optional
+            float32 ``[total_q, num_qo_heads]``; natural-log LSE, written in place when given.
+
+        Returns
+        -------
+        torch.Tensor
+            `out`. A row with no visible key, or past ``cu_seqlens_q[-1]``, is exactly 0 with LSE -inf.
+        """
+        if schedule.strategy != self.name or schedule.shape != shape_key(problem):
+            raise ValueError(
+                f"schedule: got one of {schedule.strategy!r} for shapes {schedule.shape},"
+                f" supported: one of {self.name!r} for shapes {shape_key(problem)}"
+            )
+        out_dtype = torch.float32 if schedule.arithmetic == "float32" else torch.bfloat16
+        if out is None:
+            out = torch.empty(problem.q.shape, dtype=out_dtype, device=problem.device)
+        _check_output("out", out, out_dtype, tuple(problem.q.shape), problem.device)
+        if out.stride(-1) != 1:
+            raise ValueError(f"out.stride(-1): got {out.stride(-1)}, supported: 1 (other strides are free)")
+        if lse is not None:
+            _check_output("lse", lse, torch.float32, (problem.total_q, problem.num_qo_heads), problem.device)
+        self._execute(problem, schedule, out, lse)
+        return out
+
+    def __call__(
+        self,
+        problem: AttentionProblem,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        workspace: Workspace | None = None,
+    ) -> torch.Tensor:
+        """`prepare` then `execute`: the complete call."""
+        return self.execute(problem, self.prepare(problem, workspace), out, lse)
+
+    @abstractmethod
+    def work(self, problem: AttentionProblem) -> WorkReport:
+        """Count what the strategy would do for a problem (Eq. 3 and 4); may synchronise, for evaluation."""
+
+
+def _check_output(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
+        got = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"{name}.dtype: got {got}, supported: {dtype}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}.shape: got {tuple(tensor.shape)}, supported: {shape}")
+    if tensor.device != device:
+        raise ValueError(f"{name}.device: got {tensor.device}, supported: {device}, the device of q")
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(f"{name}.stride(): got {tensor.stride()}, supported: no two elements in one place")
+
+
+_REGISTRY: dict[str, type[Strategy]] = {}
+
+
+def register(cls: type[Strategy]) -> type[Strategy]:
+    """Class decorator: make a strategy loadable by its name, one of `TABLE_ORDER`."""
+    if cls.name in _REGISTRY or cls.name not in TABLE_ORDER:
+        raise ValueError(f"name: got {cls.name!r}, supported: a name of {TABLE_ORDER} not registered yet")
+    _REGISTRY[cls.name] = cls
+    return cls
+
+
+def available() -> tuple[str, ...]:
+    """Names of all registered strategies, the per-query baseline first, then as the method lists them."""
+    return tuple(sorted(_REGISTRY, key=TABLE_ORDER.index))
+
+
+def load(name: str, **options: Any) -> Strategy:
+    """Make a strategy by name.
+
+    Parameters
+    ----------
+    name : str
+        One of `available`.
+    **options
+        Passed to the strategy: ``backend``, ``arithmetic``, and what it adds.
+
+    Raises
+    ------
+    ValueError
+        No such strategy; the supported names are listed.
+    """
+    if name not in _REGISTRY:
+        raise ValueError(f"strategy: got {name!r}, supported: {available()}")
+    return _REGISTRY[name](**options)

@@ -1,0 +1,152 @@
+"""Disjoint page pairs and exactly-once work lists, from the incidence of pages and queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+Int = NDArray[np.int64]
+
+
+def incidence(support: NDArray[np.int64], page_keys: NDArray[np.int64]) -> tuple[sparse.csr_array, Int]:
+    """R_p for every page of one KV head.
+
+    Parameters
+    ----------
+    support : numpy.ndarray
+        int64 ``[total_q, topk]``; canonical pages, -1 = nothing.
+    page_keys : numpy.ndarray
+        int64 ``[total_q, topk]``; a number for each page that is unique across requests.
+
+    Returns
+    -------
+    matrix : scipy.sparse.csr_array
+        ``[pages, total_q]``, 1 where the query selected the page; query indices ascending in each row.
+    keys : numpy.ndarray
+        int64 ``[pages]``; page key of each row, ascending.
+    """
+    query, column = np.nonzero(support >= 0)
+    keys, row = np.unique(page_keys[query, column], return_inverse=True)
+    ones = np.ones(len(query), dtype=np.int32)
+    matrix = sparse.csr_array((ones, (row, query)), shape=(len(keys), support.shape[0]))
+    matrix.sort_indices()
+    return matrix, keys
+
+
+def propose_pairs(matrix: sparse.csr_array) -> Int:
+    """Match pages into disjoint pairs, most common queries first.
+
+    Greedy over |R_a & R_b| descending, ties to the lowest (a, b). Each round matches every pair that is
+    the best remaining choice of both its pages, which yields the same pairs as going through them one
+    by one and needs few rounds.
+
+    Parameters
+    ----------
+    matrix : scipy.sparse.csr_array
+        From `incidence`.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64 ``[pages]``; partner of each page, or -1. Pairs share at least one query.
+    """
+    pages = matrix.shape[0]
+    partner = np.full(pages, -1, dtype=np.int64)
+    overlap = sparse.triu(matrix @ matrix.T, k=1).tocoo()
+    a, b = overlap.row.astype(np.int64), overlap.col.astype(np.int64)
+    order = np.lexsort((b, a, -overlap.data.astype(np.int64)))
+    a, b = a[order], b[order]
+    while len(a):
+        place = np.arange(len(a))
+        best = np.full(pages, len(a))
+        np.minimum.at(best, a, place)
+        np.minimum.at(best, b, place)
+        mutual = (best[a] == place) & (best[b] == place)
+        partner[a[mutual]], partner[b[mutual]] = b[mutual], a[mutual]
+        free = (partner[a] < 0) & (partner[b] < 0)
+        a, b = a[free], b[free]
+    return partner
+
+
+@dataclass(frozen=True)
+class WorkLists:
+    """Units of work of one KV head; their members cover every edge exactly once.
+
+    Attributes
+    ----------
+    unit_pages : numpy.ndarray
+        int64 ``[units, 2]``; rows of the incidence matrix, the second -1 for a single page.
+    unit_offsets : numpy.ndarray
+        int64 ``[units + 1]``; members of each unit in `unit_queries`.
+    unit_queries : numpy.ndarray
+        int64 ``[members]``; queries, ascending inside a unit.
+    unit_slots : numpy.ndarray
+        int64 ``[members]``; partial slot of the member inside its query: slots of a query go up from 0
+        in the order of the unit's first page, so that the combine has one fixed order.
+    partial_counts : numpy.ndarray
+        int64 ``[total_q]``; partials of each query.
+    """
+
+    unit_pages: Int
+    unit_offsets: Int
+    unit_queries: Int
+    unit_slots: Int
+    partial_counts: Int
+
+
+def work_lists(matrix: sparse.csr_array, partner: Int, unit_queries: int) -> WorkLists:
+    """Split every page's queries into common and exclusive lists and cut these into bounded units.
+
+    Parameters
+    ----------
+    matrix : scipy.sparse.csr_array
+        From `incidence`.
+    partner : numpy.ndarray
+        From `propose_pairs`, or all -1 to run single pages.
+    unit_queries : int
+        Most queries a unit.
+
+    Returns
+    -------
+    WorkLists
+        Units are ordered largest first (ties by first page), so that a dynamic scheduler ends evenly.
+    """
+    pages, total_q = matrix.shape
+    counts = np.diff(matrix.indptr)
+    page = np.repeat(np.arange(pages), counts)
+    query = matrix.indices.astype(np.int64)
+    # Edge (page, query) is common when the partner page holds the query too.
+    mate = partner[page]
+    edge_keys = page * total_q + query  # ascending: CSR with sorted indices
+    mate_keys = mate * total_q + query
+    at = np.searchsorted(edge_keys, mate_keys)
+    common = mate >= 0
+    common[common] = edge_keys[np.minimum(at[common], len(edge_keys) - 1)] == mate_keys[common]
+    # A common edge is written once, by the lower page of the pair.
+    keep = ~common | (page < mate)
+    page, query, mate, common = page[keep], query[keep], mate[keep], common[keep]
+    lists = page * 2 + common  # exclusive or common list of a page
+    order = np.lexsort((query, lists))
+    page, query, mate, common, lists = (x[order] for x in (page, query, mate, common, lists))
+    first = (
+        np.flatnonzero(np.r_[True, lists[1:] != lists[:-1]]) if len(lists) else np.zeros(0, dtype=np.int64)
+    )
+    lengths = np.diff(np.r_[first, len(lists)])
+    pieces = -(-lengths // unit_queries)
+    list_of = np.repeat(np.arange(len(first)), pieces)
+    piece = np.arange(len(list_of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start = first[list_of] + piece * unit_queries
+    size = np.minimum(unit_queries, first[list_of] + lengths[list_of] - start)
+    rank = np.argsort(-size, kind="stable")
+    start, size = start[rank], size[rank]
+    offsets = np.r_[0, np.cumsum(size)].astype(np.int64)
+    member = np.repeat(start - offsets[:-1], size) + np.arange(offsets[-1])
+    unit_pages = np.stack([page[start], np.where(common[start], mate[start], -1)], axis=1)
+    slots = np.empty(len(query), dtype=np.int64)
+    by_query = np.lexsort((page, query))
+    partials = np.bincount(query, minlength=total_q)
+    slots[by_query] = np.arange(len(query)) - np.repeat(np.cumsum(partials) - partials, partials)
+    return WorkLists(unit_pages, offsets, query[member], slots[member], partials)

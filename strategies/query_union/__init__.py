@@ -1,0 +1,117 @@
+"""union4 and union8: neighbouring queries run together over the union of their pages."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from pageweaver.common.problem import AttentionProblem
+from pageweaver.common.strategy import (
+    REFERENCE_CAPABILITIES,
+    Capabilities,
+    Layout,
+    Strategy,
+    Workspace,
+    register,
+    shape_key,
+)
+from pageweaver.common.work import WorkReport
+from pageweaver.strategies.query_union.unions import (
+    UnionSchedule,
+    build_unions,
+    check_query_ids,
+    execute_reference,
+    union_layout,
+    union_work,
+)
+
+__all__ = ["QueryUnion", "Union4", "Union8", "UnionSchedule"]
+
+
+class QueryUnion(Strategy):
+    """Groups of consecutive execution slots, each traversing the union of its queries' pages.
+
+    Subclasses say how many queries make a group and in which order they run; the execution is one.
+    Outputs do not depend on either, bit for bit: no query sees another's pages or softmax state.
+    """
+
+    tiles_per_group: ClassVar[int]
+    capabilities: ClassVar[dict[str, Capabilities]] = {"reference": REFERENCE_CAPABILITIES}
+
+    def queries_per_group(self, problem: AttentionProblem) -> int:
+        """Slots of a full group: ``tiles_per_group`` tiles of 64 head-rows."""
+        return self.tiles_per_group * problem.queries_per_tile
+
+    def order(self, problem: AttentionProblem) -> torch.Tensor:
+        """Slot to query, int32 ``[num_kv_heads, total_q]``: here the original order."""
+        rows = torch.arange(problem.total_q, dtype=torch.int32, device=problem.device)
+        return rows.expand(problem.num_kv_heads, -1)
+
+    def workspace_layout(self, problem: AttentionProblem) -> Layout:
+        """Query ids, group offsets and union lists; see `UnionSchedule`."""
+        return union_layout(problem, self.queries_per_group(problem))
+
+    def prepare(
+        self,
+        problem: AttentionProblem,
+        workspace: Workspace | None = None,
+        query_ids: torch.Tensor | None = None,
+    ) -> UnionSchedule:
+        """Build the union lists of a problem.
+
+        Parameters
+        ----------
+        problem : AttentionProblem
+        workspace : Workspace, optional
+            See `Strategy.prepare`.
+        query_ids : torch.Tensor, optional
+            int32 ``[num_kv_heads, total_q]``; run in this order instead of the strategy's own (random,
+            fixed or searched ids of an ablation). Checked, which synchronises a CUDA device.
+
+        Returns
+        -------
+        UnionSchedule
+        """
+        backend, arithmetic = self.resolve(problem)
+        workspace, views = self._views(problem, workspace)
+        ids = self.order(problem) if query_ids is None else check_query_ids(problem, query_ids)
+        views["query_ids"].copy_(ids)
+        group = self.queries_per_group(problem)
+        build_unions(problem, views, group)
+        return UnionSchedule(
+            strategy=self.name,
+            backend=backend,
+            arithmetic=arithmetic,
+            shape=shape_key(problem),
+            workspace=workspace,
+            queries_per_group=group,
+            **views,
+        )
+
+    def _execute(
+        self, problem: AttentionProblem, schedule: Any, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        execute_reference(problem, schedule, out, lse)
+
+    def work(self, problem: AttentionProblem) -> WorkReport:
+        """See `Strategy.work`."""
+        schedule = self.prepare(problem)
+        tile = min(problem.queries_per_tile, schedule.queries_per_group)
+        return union_work(self.name, problem, schedule, tile, self.workspace_bytes(problem))
+
+
+@register
+class Union4(QueryUnion):
+    """One 64-row tile a group: four queries of 16 heads share a page stream."""
+
+    name = "union4"
+    tiles_per_group = 1
+
+
+@register
+class Union8(QueryUnion):
+    """Two 64-row tiles a group: eight queries of 16 heads share a page stream."""
+
+    name = "union8"
+    tiles_per_group = 2
