@@ -58,8 +58,8 @@ def _as_int32(argument: str, value: Any, ndim: int, shape_in_words: str) -> NDAr
         low, high = int(array.min()), int(array.max())
         if low < -(2**31) or high > _INT32_MAX:
             raise ValueError(f"{argument}: got values from {low} to {high}, supported: the int32 range")
-    reusable = array.dtype == np.int32 and array.flags.c_contiguous and not array.flags.writeable
-    result = array if reusable else np.array(array, dtype=np.int32, order="C", copy=True)
+    # Always a copy: a read-only array can have a writable view or base that the caller keeps.
+    result = np.array(array, dtype=np.int32, order="C", copy=True)
     result.setflags(write=False)
     return result
 
@@ -365,6 +365,8 @@ def load_selections(path: str | os.PathLike[str], names: Sequence[str] | None = 
             ]
     except SafetensorError as error:
         raise ValueError(f"{source} is not a readable safetensors file: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{source}: its header is damaged ({error!r})") from error
 
 
 def _read_header(source: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:

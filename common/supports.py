@@ -28,8 +28,8 @@ DEFAULT_TOTAL_Q = 15272
 DEFAULT_PREFIX = 49152
 
 _Ints = NDArray[np.int64]
-# (generator, local page of each query [rows] ascending) -> candidates [rows, any], best first; -1, future
-# pages and repetitions are dropped by the caller.
+# (random generator, local page of each query [rows] ascending) -> candidates [rows, any], best first; the
+# caller drops -1, future pages and repetitions.
 _Draw = Callable[[np.random.Generator, _Ints], _Ints]
 
 # Uniform spare candidates per row: enough for the repetitions of nearly every row, the rest is drawn again.
@@ -354,7 +354,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             MappingProxyType({"num_streams": 6, "stay": 0.80, "drift": 0.12, "noise": 0.15}),
             reuse=2.383,
             saving_w128=0.139,
-            description="little shared, a window finds some more: as the published capture L43/r1 (reuse 2.39)",
+            description="little shared, a window finds some more: as the published L43/r1 (reuse 2.39)",
         ),
         "mid": Preset(
             streams,
@@ -447,17 +447,16 @@ def _shape(
         raise ValueError("query_lens, prefix_lens: got one of them, supported: both or neither")
     if total_q is not None or context is not None:
         raise ValueError(
-            f"total_q, context: got {total_q}, {context} beside query_lens, supported: one way of stating the shape"
+            f"total_q, context: got {total_q}, {context} beside query_lens, supported: one of the two ways"
         )
-    queries, prefixes = [int(n) for n in query_lens], [int(n) for n in prefix_lens]
-    if len(queries) != len(prefixes):
+    if len(query_lens) != len(prefix_lens):
         raise ValueError(
-            f"prefix_lens: got {len(prefixes)} values, supported: one per request, {len(queries)}"
+            f"prefix_lens: got {len(prefix_lens)} values, supported: one per request, {len(query_lens)}"
         )
-    for argument, values in (("query_lens", queries), ("prefix_lens", prefixes)):
+    for argument, values in (("query_lens", query_lens), ("prefix_lens", prefix_lens)):
         for value in values:
             _check_int(argument, value, 0)
-    return queries, prefixes
+    return [int(n) for n in query_lens], [int(n) for n in prefix_lens]
 
 
 def _generate(
@@ -493,8 +492,8 @@ def _generate(
     return Selection(
         name=f"synthetic.{generator}",
         q2k_indices=indices,
-        cu_seqlens_q=boundaries,
-        seqused_k=np.array([q + p for q, p in zip(query_lens, prefix_lens, strict=True)], dtype=np.int64),
+        cu_seqlens_q=boundaries.astype(np.int32),
+        seqused_k=np.array([q + p for q, p in zip(query_lens, prefix_lens, strict=True)], dtype=np.int32),
         page_size=page_size,
         metadata={
             "kind": "synthetic",
@@ -507,7 +506,7 @@ def _generate(
 
 
 def _runs(rng: np.random.Generator, rows: int, stay: float, choices: int) -> _Ints:
-    """Return a Markov chain [rows] that keeps its value with probability `stay`, else draws one of `choices`."""
+    """Return a Markov chain [rows] that keeps its value with probability `stay`, else draws anew."""
     moved = rng.random(rows) >= stay
     if rows:
         moved[0] = True
