@@ -66,7 +66,7 @@ def select_pages(
     ------
     ValueError
         For shapes that do not fit together.
-    FloatingPointError
+    RuntimeError
         If a score is NaN: the model's activations overflowed.
     """
     if (
@@ -99,7 +99,7 @@ def select_pages(
             best = torch.nn.functional.pad(best, (0, pages * page_size - visible), value=-torch.inf)
             best = best.view(end - begin, pages, page_size).amax(dim=2)
             if torch.isnan(best).any():
-                raise FloatingPointError("q.k is NaN: the model's activations overflowed; try dtype float32")
+                raise RuntimeError("q.k is NaN: the model's activations overflowed; try dtype float32")
             best.scatter_(1, (positions // page_size)[:, None], torch.inf)
             values, ids = best.topk(min(topk, pages), dim=1)
             # Pages that start after the query sort behind the others and then become -1.
