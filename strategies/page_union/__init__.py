@@ -77,7 +77,9 @@ def combine_partials(partials: torch.Tensor, lse_partials: torch.Tensor) -> tupl
     lse : torch.Tensor
         float32 ``[n, ...]``; -inf where all are dead.
     """
-    top = lse_partials.amax(dim=1)
+    top = torch.full(lse_partials.shape[:1] + lse_partials.shape[2:], -torch.inf, device=partials.device)
+    for slot in range(partials.shape[1]):
+        top = torch.maximum(top, lse_partials[:, slot])
     base = torch.where(top == -torch.inf, 0.0, top)
     total = torch.zeros_like(base)
     out = torch.zeros(base.shape + partials.shape[-1:], device=partials.device)
