@@ -1,0 +1,177 @@
+"""What the commands share: consoles, progress, provenance, and files that are whole or not there."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from pageweaver.common.captures import atomic_write_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart with every common colour vision.
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#595959"
+
+DEFAULT_CAPTURES = Path("captures") / "smollm2_64k.safetensors"
+
+# Called with the fraction done, from 0 to 1, and what comes next in words.
+Report = Callable[[float, str], None]
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[Report]:
+    """Show a progress bar while the body runs; it vanishes at the end.
+
+    Parameters
+    ----------
+    console : Console
+        Where the body prints. The bar shares it, so that lines printed meanwhile appear above the bar; when
+        it is no terminal (a pipe, a file) the bar goes to stderr, or nowhere.
+
+    Yields
+    ------
+    callable
+        ``report(fraction, text)``.
+    """
+    where = console if console.is_terminal else Console(stderr=True)
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        console=where,
+        transient=True,
+        disable=not where.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("", total=1.0)
+
+        def report(fraction: float, text: str) -> None:
+            bar.update(task, completed=fraction, description=text)
+
+        yield report
+
+
+def part_of(report: Report, index: int, count: int) -> Report:
+    """A report for one of `count` equal parts of the work."""
+    return lambda fraction, text: report((index + fraction) / count, text)
+
+
+def repository_root() -> Path | None:
+    """The checkout that this package runs from, None for an installed copy."""
+    import pageweaver
+
+    root = Path(pageweaver.__file__).resolve().parents[1]
+    return root if (root / "pyproject.toml").is_file() else None
+
+
+def default_captures() -> str:
+    """The real captures that the repository carries, as a word for `resolve_selection`.
+
+    Raises
+    ------
+    FileNotFoundError
+        Neither the package's checkout nor the current directory holds them.
+    """
+    for root in (repository_root(), Path.cwd()):
+        if root is not None and (root / DEFAULT_CAPTURES).is_file():
+            return str(root / DEFAULT_CAPTURES)
+    raise FileNotFoundError(
+        f"no {DEFAULT_CAPTURES} here: run from a checkout of the repository, or name a selection:"
+        " FILE.safetensors, FILE.safetensors:NAME or synthetic:low"
+    )
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """What a JSON row says of where it came from: device, versions, and the commit of a git checkout."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": torch.__version__,
+        "pageweaver": version("pageweaver"),
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Hash of the checkout's commit, ``-dirty`` after it when tracked files differ."""
+    root = repository_root()
+    if root is None:
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def check_folder(path: Path) -> None:
+    """Refuse, before any work, a folder that `write_files` could not write to.
+
+    Raises
+    ------
+    ValueError
+        `path` or a parent is a file.
+    PermissionError
+        The nearest existing parent is not writable.
+    """
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ValueError(f"output: got {path}, supported: a folder ({existing} is a file)")
+    if not os.access(existing, os.W_OK):
+        raise PermissionError(
+            f"output: got {path}, supported: a folder that can be written ({existing} cannot)"
+        )
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files to a folder, made when missing; each is the old file or the whole new one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        atomic_write_bytes(folder / name, data)
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """One JSON object a line, UTF-8; a NaN or an infinity, which JSON lacks, is an error."""
+    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+
+
+def png(figure: Figure) -> bytes:
+    """Render a figure made without pyplot, so that no display is asked for."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
+    buffer = io.BytesIO()
+    # No software version in the file: equal figures stay equal bytes.
+    figure.savefig(buffer, format="png", dpi=144, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def compact(value: float) -> str:
+    """A count in four characters or so, for labels in plots: 812, 64.4k, 1.21M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"

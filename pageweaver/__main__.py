@@ -1,0 +1,367 @@
+"""The command line: arguments, errors and exit codes; what the commands do lies in ``pageweaver.eval``.
+
+Exit codes: 0 done, 1 `doctor` found the CPU path unusable, 2 an error that is the caller's to mend (one red
+line), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import pageweaver
+from pageweaver.eval.output import default_captures, progress_bar
+
+MAX_SEED = 2**63 - 1
+EXPECTED_ERRORS = (
+    FileNotFoundError,
+    FloatingPointError,
+    ImportError,
+    MemoryError,
+    OSError,
+    TypeError,
+    ValueError,
+    pageweaver.UnsupportedDeviceError,
+    torch.OutOfMemoryError,
+)
+SELECTION_HELP = "FILE.safetensors, FILE.safetensors:NAME, or synthetic:low|mid|high|interleaved."
+
+app = typer.Typer(
+    name="pageweaver",
+    help="Query unions over paged KV for page-selected sparse attention.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Device(str, Enum):
+    """Where a comparison runs."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Window(str, Enum):
+    """Windows that an offline strategy runs."""
+
+    w512 = "512"
+    w2048 = "2048"
+
+
+class Objective(str, Enum):
+    """What the offline search minimises."""
+
+    visits = "visits"
+    rounds = "rounds"
+
+
+@contextmanager
+def reporting_errors() -> Iterator[None]:
+    """Turn errors that the caller can mend, and Ctrl-C, into one line and an exit code."""
+    errors = Console(stderr=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        errors.print("Interrupted; no file was left half-written.", style="yellow")
+        raise typer.Exit(130) from None
+    except EXPECTED_ERRORS as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        errors.print(Text(f"Error: {text}", style="bold red"), soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _say(console: Console, text: str) -> None:
+    """Print a line as it is: no markup, and no breaks inside paths."""
+    console.print(Text(text), soft_wrap=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"pageweaver {pageweaver.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave."),
+    ] = False,
+) -> None:
+    """Query unions over paged KV for page-selected sparse attention."""
+
+
+@app.command()
+@reporting_errors()
+def compare(
+    selections: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SELECTION]...", help=f"{SELECTION_HELP} Default: the repository's real captures."
+        ),
+    ] = None,
+    strategies: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help=f"Default: all of {', '.join(pageweaver.available())}."),
+    ] = None,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Last queries to run for the error against float64.")
+    ] = 256,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Of queries, keys, values and sampled rows.")
+    ] = 0,
+    group_size: Annotated[int, typer.Option(help="Query heads a KV head: 1, 2, 4, 8 or 16.")] = 16,
+    device: Annotated[
+        Device, typer.Option(help="auto is a GPU where there is one; calls are timed there.")
+    ] = Device.auto,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Gets compare.jsonl and compare.png.")] = Path(
+        "results/compare"
+    ),
+) -> None:
+    """Compare strategies on page selections: work, error, and time on a GPU."""
+    from pageweaver.eval import compare as comparing
+    from pageweaver.eval import output as files
+
+    began = time.perf_counter()
+    console = Console()
+    chosen = (
+        list(pageweaver.available())
+        if strategies is None
+        else comparing.check_strategies([x.strip() for x in strategies.split(",") if x.strip()])
+    )
+    place = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if device is Device.auto else device.value
+    )
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise pageweaver.UnsupportedDeviceError(
+            "device: got cuda, but torch sees no GPU; `pageweaver doctor` says why"
+        )
+    files.check_folder(output)
+    found = [s for word in selections or [default_captures()] for s in pageweaver.resolve_selection(word)]
+    done = []
+    with progress_bar(console) as report:
+        for index, selection in enumerate(found):
+            comparison = comparing.compare_selection(
+                selection,
+                chosen,
+                rows=rows,
+                seed=seed,
+                group_size=group_size,
+                device=place,
+                progress=files.part_of(report, index, len(found)),
+            )
+            comparing.print_comparison(console, comparison)
+            done.append(comparison)
+        report(1.0, "plot")
+        origin = files.provenance(place)
+        lines = [{**row, **origin} for comparison in done for row in comparison.rows()]
+        written = {
+            "compare.jsonl": files.json_lines(lines),
+            "compare.png": files.png(comparing.comparison_figure(done)),
+        }
+        files.write_files(output, written)
+    took = time.perf_counter() - began
+    console.print(Text(comparing.notes(done), style="dim"))
+    _say(console, f"Wrote {output / 'compare.jsonl'} ({len(lines)} rows) and compare.png in {took:.0f} s.")
+
+
+@app.command()
+@reporting_errors()
+def survey(
+    selections: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE]...", help="Capture files. Default: the repository's real captures."),
+    ] = None,
+    group: Annotated[int, typer.Option(min=1, help="Consecutive queries that share a union.")] = 8,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Gets survey.jsonl and survey.png.")] = Path(
+        "results/survey"
+    ),
+) -> None:
+    """Page reuse per layer and KV head over capture files: quartiles, table, plot."""
+    from pageweaver.eval import output as files
+    from pageweaver.eval import survey as surveying
+
+    console = Console()
+    files.check_folder(output)
+    with progress_bar(console) as report:
+        observations = surveying.survey(selections or [default_captures()], group, report)
+    surveying.print_survey(console, observations)
+    origin = files.provenance(torch.device("cpu"))
+    lines = [{**row, **origin} for row in surveying.json_rows(observations)]
+    files.write_files(
+        output,
+        {
+            "survey.jsonl": files.json_lines(lines),
+            "survey.png": files.png(surveying.survey_figure(observations)),
+        },
+    )
+    _say(console, f"Wrote {output / 'survey.jsonl'} ({len(lines)} rows) and survey.png.")
+
+
+@app.command()
+@reporting_errors()
+def search(
+    selection: Annotated[str, typer.Argument(metavar="SELECTION", help=f"One selection: {SELECTION_HELP}")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Gets the query ids (safetensors).")],
+    window: Annotated[Window, typer.Option(help="Queries a search window.")] = Window.w2048,
+    objective: Annotated[Objective, typer.Option(help="What the greedy minimises.")] = Objective.visits,
+    group_size: Annotated[int, typer.Option(help="Query heads a KV head: 1, 2, 4, 8 or 16.")] = 16,
+) -> None:
+    """Search query ids for an offline strategy and save them with the selection's hash."""
+    from pageweaver.eval.compare import counting_problem
+
+    console = Console()
+    found = pageweaver.resolve_selection(selection)
+    if len(found) != 1:
+        names = ", ".join(s.name for s in found)
+        raise ValueError(
+            f"selection: got {len(found)} of {selection}, supported: one, as {selection}:NAME of {names}"
+        )
+    if not output.absolute().parent.is_dir():
+        raise FileNotFoundError(f"output: got {output}, supported: a file in an existing folder")
+    chosen = found[0]
+    problem = counting_problem(chosen, group_size)
+    began = time.perf_counter()
+    with progress_bar(console) as report:
+        report(0.0, f"{chosen.name}, window {window.value}")
+        ids = pageweaver.search(
+            chosen,
+            window=int(window.value),
+            objective=objective.value,
+            group_size=group_size,
+            progress=lambda fraction: report(fraction, f"{chosen.name}, window {window.value}"),
+        )
+    took = time.perf_counter() - began
+    before = pageweaver.load("union8").work(problem)
+    after = pageweaver.load(f"offline_w{window.value}", ids=ids).work(problem)
+    ids.save(output)
+    table = Table(
+        title=chosen.name, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("order")
+    for heading in ("visits", "reuse", "rounds"):
+        table.add_column(heading, justify="right")
+    for name, work in (("original (union8)", before), (f"searched, window {window.value}", after)):
+        table.add_row(name, f"{work.visits:,}", f"{work.reuse:.2f}", f"{work.rounds:,}")
+    if before.visits:
+        change = [f"{getattr(after, x) / getattr(before, x) - 1:+.1%}" for x in ("visits", "reuse", "rounds")]
+        table.add_row("change", *change, style="dim")
+    console.print(table)
+    _say(console, f"Wrote {output} after {took:.2f} s of search for {objective.value}.")
+
+
+@app.command()
+@reporting_errors()
+def capture(
+    model: Annotated[
+        str, typer.Argument(help="A transformers folder, a .gguf file, or a Hugging Face name.")
+    ],
+    text: Annotated[Path, typer.Argument(help="UTF-8 text file.")],
+    output: Annotated[Path, typer.Argument(help="Selection file to write (.safetensors).")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to read.")] = 4096,
+    prefix_tokens: Annotated[
+        int, typer.Option(min=0, help="Leading tokens whose own selections are not kept.")
+    ] = 0,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens a page.")] = 128,
+    topk: Annotated[int, typer.Option(min=1, help="Pages a query selects.")] = 16,
+    layers: Annotated[
+        str | None, typer.Option(metavar="0,4,10-12", help="Default: all that see the whole context.")
+    ] = None,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens a prefill step.")] = 256,
+    rope_base_factor: Annotated[
+        float, typer.Option(help="Factor on the rotary base, for texts longer than the model was trained on.")
+    ] = 1.0,
+    device: Annotated[str, typer.Option(help="Where the model runs, as torch names it.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Capture the page selections of a Hugging Face model reading a text.
+
+    Needs pip install 'pageweaver\\[capture]'. The selections are those of an exact block indexer (maximum of
+    q.k in a page, the query's own page forced); the model itself runs on full attention.
+    """
+    from pageweaver.common.capture_model import capture_model
+
+    console = Console()
+    wanted = None if layers is None else _numbers("layers", layers)
+    try:
+        with _short_warnings(), progress_bar(console) as report:
+            report(0.0, "loading the model")
+            captured = capture_model(
+                model,
+                text,
+                output,
+                max_tokens=max_tokens,
+                prefix_tokens=prefix_tokens,
+                page_size=page_size,
+                topk=topk,
+                layers=wanted,
+                chunk_tokens=chunk_tokens,
+                rope_base_factor=rope_base_factor,
+                device=device,
+                dtype=dtype,
+                progress=lambda done, total: report(done / total, f"{done:,} of {total:,} tokens"),
+            )
+    except RuntimeError as error:
+        # A model that does not fit what can be captured, or a device that torch does not have.
+        raise ValueError(str(error)) from error
+    rows, columns = captured[0].total_q, captured[0].topk
+    _say(console, f"Wrote {output}: {len(captured)} selections of {rows:,} queries x Top{columns}.")
+    _say(console, f"Next: pageweaver survey {output}")
+
+
+def _numbers(argument: str, text: str) -> list[int]:
+    """Read ``0,4,10-12``."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"{argument}: got {text!r}, supported: numbers and ranges, such as 0,4,10-12")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Show a warning as one line for users, without the source line that raised it."""
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        Console(stderr=True).print(Text(f"Warning: {message}", style="yellow"), soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+@app.command()
+@reporting_errors()
+def doctor() -> None:
+    """Say what is installed, what runs here, what is missing and how to get it."""
+    from pageweaver.eval import doctor as examining
+
+    findings = examining.examine()
+    examining.print_findings(Console(), findings)
+    if not examining.usable(findings):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="pageweaver")
+
+
+if __name__ == "__main__":
+    main()
