@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -22,6 +21,7 @@ TILE_ROWS = 64  # rows of one tensor-core tile: TILE_ROWS // group_size queries
 KV_DTYPES = (torch.float8_e4m3fn, torch.bfloat16)
 
 _INT32_MAX = 2**31 - 1
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 def _fail_type(name: str, value: object, wanted: str) -> None:
@@ -59,16 +59,17 @@ def _check_scale(name: str, scale: object, device: torch.device) -> None:
         if scale.device != device:
             _fail_value(f"{name}.device", scale.device, f"{device}, the device of q")
         if scale.device.type == "cpu":
-            _check_scale_value(name, float(scale))
+            _check_scale_value(name, scale.item())
     elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
         _fail_type(name, type(scale).__name__, "float or a one-element torch.float32 tensor")
     else:
-        _check_scale_value(name, float(scale))
+        _check_scale_value(name, scale)
 
 
 def _check_scale_value(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0.0):
-        _fail_value(name, value, "a finite positive number")
+    # What counts is the float32 that the arithmetic uses: 1e39 is infinite there, and 1e-60 is 0.
+    if not _FLOAT32.tiny <= value <= _FLOAT32.max:
+        _fail_value(name, value, f"a finite positive number, {_FLOAT32.tiny} to {_FLOAT32.max}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,8 +201,12 @@ class AttentionProblem:
             other = getattr(self, name).device
             if other != device:
                 _fail_value(f"{name}.device", other, f"{device}, the device of q")
-        if self.q.requires_grad:
-            _fail_value("q.requires_grad", True, "False: this is inference; no gradient is computed")
+        for name in ("q", "k_cache", "v_cache", "softmax_scale", "k_scale", "v_scale"):
+            value = getattr(self, name)
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                _fail_value(
+                    f"{name}.requires_grad", True, "False: this is inference; no gradient is computed"
+                )
 
     def check_values(self) -> None:
         """Check the values of the metadata tensors; reads them, so it synchronises a CUDA device.
