@@ -16,8 +16,8 @@ E4M3_MAX = 448.0
 # Below this a head-row's logits vanish in FP32 whatever the keys (|q.k| <= 2**-100 * 448 * 128), and
 # 1 / scale would overflow: quantise such a row as if its maximum were this.
 Q_AMAX_FLOOR = 2.0**-100
-# The largest logit factor: with raw products up to 448 * 448 * 128 a finite factor keeps the scaled
-# logits finite, so that a huge query gives a one-hot row and not inf - inf.
+# The largest logit factor: with raw products up to 448 * 448 * 128 (FP8 keys) a finite factor keeps the
+# scaled logits finite, so that a huge query gives a one-hot row and not inf - inf.
 LOGIT_FACTOR_MAX = 2.0**100
 # Probabilities lie in [0, 1] relative to the running maximum. Times 2**8 they use E4M3 down to
 # 2**-17 of the maximum; 2**8 < 448 leaves room for rounding up.
@@ -135,7 +135,11 @@ class Arithmetic:
             float32 ``[n, group_size]``; raw products times this are logits in base 2.
         """
         if self.name == "float32":
-            return q.float(), (factor * LOG2E).expand(q.shape[:-1])
+            values = q.float()
+            # Huge rows are brought below 4 by a power of two, which rounds nothing.
+            exponent = torch.frexp(values.abs().amax(dim=-1)).exponent.clamp(0, 126)
+            power = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+            return values / power[..., None], (factor * LOG2E * power).clamp(max=LOGIT_FACTOR_MAX)
         q8, scale = quantize_q(q)
         return q8.float(), (scale * (factor * LOG2E)).clamp(max=LOGIT_FACTOR_MAX)
 
