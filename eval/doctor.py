@@ -179,7 +179,9 @@ def _environment() -> list[Finding]:
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
     """Print the report and a last line that says what works."""
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, padding=(0, 1))
+    table = Table(
+        box=box.SIMPLE_HEAD, show_header=False, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     table.add_column("section", style="bold", no_wrap=True)
     table.add_column("name", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -196,6 +198,7 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
         )
         before = finding.section
     console.print(table)
+    console.print()
     if not usable(findings):
         console.print(Text("The CPU path does not work: see the line above.", "bold red"))
         return

@@ -215,7 +215,7 @@ def json_rows(observations: Sequence[Observation]) -> list[dict[str, Any]]:
 
 
 def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def print_survey(console: Console, observations: Sequence[Observation]) -> None:

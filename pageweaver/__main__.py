@@ -24,10 +24,9 @@ from rich.text import Text
 import pageweaver
 from pageweaver.eval.output import default_captures, progress_bar
 
-MAX_SEED = 2**63 - 1
+MAX_SEED = 2**32 - 1
 EXPECTED_ERRORS = (
     FileNotFoundError,
-    FloatingPointError,
     ImportError,
     MemoryError,
     OSError,
@@ -111,7 +110,7 @@ def compare(
     selections: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SELECTION]...", help=f"{SELECTION_HELP} Default: the repository's real captures."
+            metavar="SELECTION", help=f"{SELECTION_HELP} Default: the repository's real captures."
         ),
     ] = None,
     strategies: Annotated[
@@ -184,7 +183,7 @@ def compare(
 def survey(
     selections: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE]...", help="Capture files. Default: the repository's real captures."),
+        typer.Argument(metavar="FILE", help="Capture files. Default: the repository's real captures."),
     ] = None,
     group: Annotated[int, typer.Option(min=1, help="Consecutive queries that share a union.")] = 8,
     output: Annotated[Path, typer.Option(metavar="DIR", help="Gets survey.jsonl and survey.png.")] = Path(
@@ -249,9 +248,7 @@ def search(
     before = pageweaver.load("union8").work(problem)
     after = pageweaver.load(f"offline_w{window.value}", ids=ids).work(problem)
     ids.save(output)
-    table = Table(
-        title=chosen.name, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("order")
     for heading in ("visits", "reuse", "rounds"):
         table.add_column(heading, justify="right")
@@ -260,6 +257,7 @@ def search(
     if before.visits:
         change = [f"{getattr(after, x) / getattr(before, x) - 1:+.1%}" for x in ("visits", "reuse", "rounds")]
         table.add_row("change", *change, style="dim")
+    console.print(Text(chosen.name, style="bold"))
     console.print(table)
     _say(console, f"Wrote {output} after {took:.2f} s of search for {objective.value}.")
 
@@ -268,10 +266,11 @@ def search(
 @reporting_errors()
 def capture(
     model: Annotated[
-        str, typer.Argument(help="A transformers folder, a .gguf file, or a Hugging Face name.")
+        str,
+        typer.Argument(metavar="MODEL", help="A transformers folder, a .gguf file, or a Hugging Face name."),
     ],
-    text: Annotated[Path, typer.Argument(help="UTF-8 text file.")],
-    output: Annotated[Path, typer.Argument(help="Selection file to write (.safetensors).")],
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="UTF-8 text file.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Selection file to write (.safetensors).")],
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to read.")] = 4096,
     prefix_tokens: Annotated[
         int, typer.Option(min=0, help="Leading tokens whose own selections are not kept.")
@@ -281,7 +280,7 @@ def capture(
     layers: Annotated[
         str | None, typer.Option(metavar="0,4,10-12", help="Default: all that see the whole context.")
     ] = None,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens a prefill step.")] = 256,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens a prefill step.")] = 512,
     rope_base_factor: Annotated[
         float, typer.Option(help="Factor on the rotary base, for texts longer than the model was trained on.")
     ] = 1.0,

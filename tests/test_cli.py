@@ -1,0 +1,292 @@
+"""The command line through its console script, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pageweaver as pw
+from pageweaver.common.captures import save_selections
+from pageweaver.common.supports import preset, streams
+from pageweaver.eval.doctor import ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parents[1]
+CAPTURES = ROOT / "captures" / "smollm2_64k.safetensors"
+SCRIPT = str(Path(sys.executable).parent / "pageweaver")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+Finished = subprocess.CompletedProcess[str]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    # One thread: small tensors only wait for more, and for long on a busy machine.
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PAGEWEAVER_")}
+    return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "NO_COLOR": "1", **changes}
+
+
+def run(*words: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> Finished:
+    return subprocess.run(
+        [SCRIPT, *map(str, words)],
+        cwd=cwd,
+        env=environment() if env is None else env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def json_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def strategy_for(name: str, selection: pw.Selection) -> pw.Strategy:
+    if not name.startswith("offline_w"):
+        return pw.load(name)
+    return pw.load(name, ids=pw.search(selection, window=int(name.removeprefix("offline_w"))))
+
+
+@pytest.fixture(scope="module")
+def selections() -> list[pw.Selection]:
+    """One request, and several with two KV heads, one of them without queries."""
+    several = streams(query_lens=[40, 0, 25], prefix_lens=[700, 64, 1000], num_kv_heads=2, topk=6, seed=1)
+    return [preset("mid", total_q=96, prefix=4096), several]
+
+
+@pytest.fixture(scope="module")
+def selection_file(selections: list[pw.Selection], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("selections") / "small.safetensors"
+    save_selections(path, selections)
+    return path
+
+
+def test_version(tmp_path: Path) -> None:
+    done = run("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"pageweaver {pw.__version__}\n")
+    module = subprocess.run(
+        [sys.executable, "-m", "pageweaver", "--version"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert module.stdout == done.stdout
+
+
+# --- compare ---
+
+
+def test_compare(selections: list[pw.Selection], selection_file: Path, tmp_path: Path) -> None:
+    done = run("compare", selection_file, "--rows", "24", "--output", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["compare.jsonl", "compare.png"]
+    assert (tmp_path / "out" / "compare.png").read_bytes().startswith(PNG)
+    rows = json_rows(tmp_path / "out" / "compare.jsonl")
+    assert [(r["selection"], r["strategy"]) for r in rows] == [
+        (s.name, name) for s in selections for name in pw.available()
+    ]
+    by_name = {s.name: s for s in selections}
+    for row in rows:
+        selection = by_name[row["selection"]]
+        work = strategy_for(row["strategy"], selection).work(pw.make_problem(selection))
+        assert {k: row[k] for k in work.to_dict()} == work.to_dict()
+        assert row["moved_bytes"] == work.moved_bytes
+        assert row["sha256"] == selection.sha256
+        assert 0.001 < row["nrms"] < 0.05 and row["nrms_backend"] == "reference"
+        assert row["time_ms"] is None and row["device"] == "cpu"
+        assert row["torch"] == torch.__version__
+        assert row["nrms_tail_rows"] == 24
+        last = int(selection.cu_seqlens_q[-1])
+        assert row["nrms_rows"] == sorted(set(row["nrms_rows"])) and len(row["nrms_rows"]) == 24
+        assert last - 24 <= row["nrms_rows"][0] and row["nrms_rows"][-1] < last
+        assert (row["search_seconds"] is None) != row["strategy"].startswith("offline_w")
+        # What the table shows is what the rows hold.
+        cells = [f"{row['visits']:,}", f"{row['reuse']:.2f}", f"{row['rounds']:,}", f"{row['partials']:,}"]
+        line = re.escape(row["strategy"]) + r"\s+" + r"\s+".join(map(re.escape, cells))
+        assert re.search(line, done.stdout), (line, done.stdout)
+    # Strategies that own their queries compute the same bits.
+    for selection in selections:
+        own = {r["nrms"] for r in rows if r["selection"] == selection.name and r["partials"] == 0}
+        assert len(own) == 1
+    table_lines = [x for x in done.stdout.splitlines() if not x.startswith("Wrote")]
+    assert max(map(len, table_lines)) <= 80
+    assert "How to read:" in done.stdout and "from the last 24 queries" in done.stdout
+
+
+def test_compare_without_arguments_takes_the_real_captures(tmp_path: Path) -> None:
+    done = run("compare", "--strategies", "union8,union4,union8", "--rows", "4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json_rows(tmp_path / "results" / "compare" / "compare.jsonl")
+    assert [(r["selection"], r["visits"]) for r in rows if r["strategy"] == "union8"] == [
+        ("austen-a.L18.h2", 164_000),
+        ("austen-a.L4.h0", 64_355),
+        ("austen-a.L4.h1", 44_994),
+    ]
+    assert [r["strategy"] for r in rows] == ["union8", "union4"] * 3
+    assert "positions 64,420 to 64,423" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("compare missing.safetensors", "Error: spec: got 'missing.safetensors'"),
+        ("compare SMALL:nobody", "Error: names: got 'nobody', supported by"),
+        ("compare SMALL --strategies union8,union9", "Error: strategies: got 'union9', supported: per_query"),
+        ("compare SMALL --group-size 3", "group_size): got 3 / 1, supported"),
+        ("compare SMALL --output SMALL", "Error: output: got"),
+        ("compare SMALL --rows 0", "Invalid value for '--rows'"),
+        ("survey text.txt", "Error: text.txt is not a readable safetensors file"),
+        ("search SMALL --output ids.safetensors", "Error: selection: got 2 of"),
+        ("search SMALL:synthetic.mid --output no/ids", "Error: output: got no/ids"),
+        ("capture model text.txt out.st --layers 1-x", "Error: layers: got '1-x', supported: numbers"),
+    ],
+)
+def test_errors_are_one_line(words: str, message: str, selection_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("It is a truth universally acknowledged")
+    done = run(*words.replace("SMALL", str(selection_file)).split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+    if "Invalid" not in message:
+        assert done.stderr.count("\n") == 1 and done.stdout == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_no_gpu_is_an_error(selection_file: Path, tmp_path: Path) -> None:
+    env = environment(CUDA_VISIBLE_DEVICES="")
+    done = run("compare", selection_file, "--device", "cuda", cwd=tmp_path, env=env)
+    assert done.returncode == 2 and done.stderr.startswith("Error: device: got cuda")
+
+
+def test_ctrl_c_leaves_files_as_they_were(selection_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "compare.jsonl").write_text("old\n")
+    # The second selection takes minutes: the signal falls into it, after the first one's table.
+    small = f"{selection_file}:synthetic.mid"
+    words = [SCRIPT, "compare", small, str(CAPTURES), "--rows", "15272", "--output", str(out)]
+    with subprocess.Popen(
+        words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("How to read"):
+                break
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "Interrupted; no file was left half-written.\n"
+    assert [p.name for p in out.iterdir()] == ["compare.jsonl"]
+    assert (out / "compare.jsonl").read_text() == "old\n"
+
+
+# --- survey, search, capture, doctor ---
+
+
+def test_survey(tmp_path: Path) -> None:
+    done = run("survey", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "results" / "survey" / "survey.png").read_bytes().startswith(PNG)
+    source, *observed = json_rows(tmp_path / "results" / "survey" / "survey.jsonl")
+    assert (source["kind"], source["source"], source["observations"]) == ("source", "austen-a", 3)
+    expected = {(18, 2): 164_000, (4, 0): 64_355, (4, 1): 44_994}
+    assert {(r["layer"], r["kv_head"]): r["visits"] for r in observed} == expected
+    assert [r["layer"] for r in observed] == [4, 4, 18]
+    edges = 15_272 * 16
+    reuse = sorted(edges / visits for visits in expected.values())
+    assert [source[k] for k in ("min", "median", "max")] == pytest.approx(reuse)
+    assert re.search(r"austen-a\s+3\s+1\.49\s+2\.64\s+3\.80\s+4\.61\s+5\.43", done.stdout)
+    assert re.search(r"\n\s+4\s+3\.80\s+5\.43\s+-\n\s+18\s+-\s+-\s+1\.49\n", done.stdout)
+
+
+@pytest.mark.parametrize(("window", "objective"), [("512", "visits"), ("2048", "rounds")])
+def test_search_then_run_the_ids(
+    window: str, objective: str, selections: list[pw.Selection], selection_file: Path, tmp_path: Path
+) -> None:
+    selection = selections[1]
+    words = ("--window", window, "--objective", objective, "--output", "ids.safetensors")
+    done = run("search", f"{selection_file}:{selection.name}", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["ids.safetensors"]
+    ids = pw.OfflineIds.load(tmp_path / "ids.safetensors")
+    assert (ids.window, ids.objective, ids.selection_sha256) == (int(window), objective, selection.sha256)
+    problem = pw.make_problem(selection)
+    strategy = pw.load(f"offline_w{window}", ids=ids)
+    assert torch.equal(strategy(problem), pw.load("union8")(problem))
+    for label, work in (
+        ("original (union8)", pw.load("union8").work(problem)),
+        (f"searched, window {window}", strategy.work(problem)),
+    ):
+        cells = rf"\s+{work.visits:,}\s+{work.reuse:.2f}\s+{work.rounds:,}"
+        assert re.search(re.escape(label) + cells, done.stdout), done.stdout
+
+
+def test_capture(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="pageweaver[capture] is not installed")
+    tokenizers = pytest.importorskip("tokenizers", reason="pageweaver[capture] is not installed")
+    words = [f"w{i}" for i in range(50)]
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "w0"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(tmp_path / "model")
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=32, max_position_embeddings=64, **sizes
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "book.txt").write_text(" ".join(words[i * i % 50] for i in range(100)))
+    options = "--max-tokens 90 --prefix-tokens 30 --page-size 8 --topk 3 --layers 0,2 --chunk-tokens 16"
+    files = ("model", "book.txt", "book.safetensors")
+    done = run("capture", *files, *options.split(), cwd=tmp_path, env=environment(HF_HUB_OFFLINE="1"))
+    assert done.returncode == 0, done.stderr
+    # One line, without the source line that warned.
+    assert re.search(r"^Warning: 90 tokens are more than the 64 positions .*$", done.stderr, re.MULTILINE)
+    captured = pw.load_selections(tmp_path / "book.safetensors")
+    assert [s.name for s in captured] == [f"book.L{layer}.h{head}" for layer in (0, 2) for head in (0, 1)]
+    assert all(s.q2k_indices.shape == (1, 60, 3) and s.page_size == 8 for s in captured)
+    assert "4 selections of 60 queries x Top3" in done.stdout
+
+
+def test_capture_says_how_to_get_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a b c")
+    fakes = tmp_path / "fakes"
+    fakes.mkdir()
+    (fakes / "transformers.py").write_text("raise ImportError('not here')")
+    env = environment(PYTHONPATH=str(fakes))
+    done = run("capture", "model", "book.txt", "out.safetensors", cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: ") and "pip install 'pageweaver[capture]'" in done.stderr
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_doctor(tmp_path: Path) -> None:
+    done = run("doctor", cwd=tmp_path, env=environment(PAGEWEAVER_NONSENSE="1", COLUMNS="120"))
+    assert done.returncode == 0, done.stdout
+    for word in ("python", torch.__version__, "numpy", "scipy", "triton", "nvcc", "_native", "_cuda"):
+        assert word in done.stdout
+    assert re.search(r"check\s+ok\s+regroup_w64 on 64 queries, NRMS [0-9.]+% to", done.stdout)
+    assert re.search(r"PAGEWEAVER_NONSENSE\s+-\s+set, but nothing reads it", done.stdout)
+    assert "The CPU path" in done.stdout
+
+
+def test_doctor_fails_where_the_cpu_path_does(tmp_path: Path) -> None:
+    hide = "import sys; sys.modules['pageweaver._native'] = None; sys.argv = ['pageweaver', 'doctor'];"
+    code = f"{hide} from pageweaver.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "make venv" in done.stdout and "The CPU path does not work" in done.stdout
+
+
+def test_doctor_knows_every_environment_variable() -> None:
+    read = set()
+    for folder in ("pageweaver", "common", "strategies", "eval", "bridges", "csrc"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in {".py", ".cpp", ".hpp", ".cu", ".cuh"}:
+                found = re.findall(r"(?:environ|getenv)\W[^\n]*?[\"'](PAGEWEAVER_\w+)", path.read_text())
+                read |= set(found)
+    assert read == set(ENVIRONMENT)
