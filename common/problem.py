@@ -333,12 +333,12 @@ class AttentionProblem:
         """
         return canonical_support(self.q2k_indices, self.positions, self.page_size, self.max_pages)
 
-    def scale_tensor(self, name: str) -> torch.Tensor:
-        """One of the three scales as a 0-d float32 tensor on the problem's device."""
+    def scale_tensor(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """One of the three scales as a 0-d tensor on the problem's device."""
         scale = getattr(self, name)
         if isinstance(scale, torch.Tensor):
-            return scale.reshape(())
-        return torch.tensor(scale, dtype=torch.float32, device=self.device)
+            return scale.reshape(()).to(dtype)
+        return torch.tensor(scale, dtype=dtype, device=self.device)
 
 
 def canonical_support(

@@ -76,8 +76,8 @@ def exact_attention(
     lse = torch.full((len(rows), problem.num_qo_heads), -torch.inf, dtype=dtype, device=problem.device)
     row_bytes = dtype.itemsize * tokens * (2 * problem.head_dim + 3 * group)
     chunk = max(1, CHUNK_BYTES // row_bytes)
-    scale = problem.scale_tensor("softmax_scale").to(dtype) * problem.scale_tensor("k_scale").to(dtype)
-    v_scale = problem.scale_tensor("v_scale").to(dtype)
+    scale = problem.scale_tensor("softmax_scale", dtype) * problem.scale_tensor("k_scale", dtype)
+    v_scale = problem.scale_tensor("v_scale", dtype)
     offsets = torch.arange(problem.page_size, device=problem.device)
     for head in range(problem.num_kv_heads):
         heads = slice(head * group, (head + 1) * group)
