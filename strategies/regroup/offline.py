@@ -18,6 +18,7 @@ from pageweaver.common.captures import Selection, atomic_write_bytes
 from pageweaver.common.problem import GROUP_SIZES, TILE_ROWS, AttentionProblem, canonical_support
 from pageweaver.common.strategy import register
 from pageweaver.strategies.query_union import QueryUnion
+from pageweaver.strategies.query_union.unions import check_query_ids
 from pageweaver.strategies.regroup.online import greedy_query_ids
 
 FORMAT = "pageweaver-query-ids 1"
@@ -177,7 +178,7 @@ class OfflineRegroup(QueryUnion):
         `ids` is missing or of another type.
     ValueError
         `ids` were searched in another window; or, when a problem is prepared, for another selection or
-        group size.
+        group size, or are no bijection inside its requests.
     """
 
     tiles_per_group = TILES_PER_GROUP
@@ -195,7 +196,7 @@ class OfflineRegroup(QueryUnion):
         self.ids = ids
 
     def order(self, problem: AttentionProblem) -> torch.Tensor:
-        """The searched ids, after checking that they belong to this selection."""
+        """The searched ids, after checking that they belong to this selection and order its queries."""
         found = problem_sha256(problem)
         if found != self.ids.selection_sha256:
             raise ValueError(
@@ -207,7 +208,7 @@ class OfflineRegroup(QueryUnion):
                 f"ids.queries_per_group: got {self.ids.queries_per_group},"
                 f" supported: {self.queries_per_group(problem)} at group size {problem.group_size}"
             )
-        return torch.from_numpy(self.ids.query_ids.copy()).to(problem.device)
+        return check_query_ids(problem, torch.from_numpy(self.ids.query_ids.copy()).to(problem.device))
 
 
 @register
