@@ -72,12 +72,23 @@ REFERENCE_CAPABILITIES = Capabilities(
 assert REFERENCE_CAPABILITIES.kv_dtypes == KV_DTYPES
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Workspace:
-    """Buffers of one strategy on one device, reusable by every problem that they are large enough for."""
+    """Buffers of one strategy on one device, reusable by every problem that they are large enough for.
+
+    Attributes
+    ----------
+    strategy : str
+        Name of the strategy that it was made for.
+    buffers : mapping of str to torch.Tensor
+        Flat tensors.
+    prepared : int
+        Calls of `Strategy.prepare` so far: only the last one's schedule still holds.
+    """
 
     strategy: str
     buffers: Mapping[str, torch.Tensor]
+    prepared: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -111,12 +122,16 @@ class Schedule:
     strategy: str
     backend: str
     arithmetic: str
-    shape: tuple[int, ...]
+    shape: tuple[Any, ...]
     workspace: Workspace = field(repr=False)
+    prepared: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.prepared = self.workspace.prepared
 
 
-def shape_key(problem: AttentionProblem) -> tuple[int, ...]:
-    """The sizes that a schedule is bound to."""
+def shape_key(problem: AttentionProblem) -> tuple[Any, ...]:
+    """The sizes, cache dtype and device that a schedule is bound to."""
     return (
         problem.num_kv_heads,
         problem.total_q,
@@ -125,6 +140,8 @@ def shape_key(problem: AttentionProblem) -> tuple[int, ...]:
         problem.page_size,
         problem.batch_size,
         problem.max_pages,
+        str(problem.k_cache.dtype),
+        str(problem.device),
     )
 
 
@@ -239,9 +256,19 @@ class Strategy(ABC):
     def _views(
         self, problem: AttentionProblem, workspace: Workspace | None
     ) -> tuple[Workspace, dict[str, Any]]:
-        """The workspace, made when the caller has none, and its buffers shaped for `problem`."""
+        """The workspace, made when the caller has none, and its buffers shaped for `problem`.
+
+        Earlier schedules in the workspace end here.
+        """
         workspace = workspace or self.workspace(problem)
+        for buffer in workspace.buffers.values():
+            # Buffers that a count never touches may lie on no device at all.
+            if buffer.device not in (problem.device, torch.device("meta")):
+                raise ValueError(
+                    f"workspace: got buffers on {buffer.device}, supported: {problem.device}, the device of q"
+                )
         layout = self.workspace_layout(problem)
+        workspace.prepared += 1
         return workspace, {name: workspace.view(name, *spec) for name, spec in layout.items()}
 
     @abstractmethod
@@ -280,7 +307,7 @@ class Strategy(ABC):
         problem : AttentionProblem
             The problem of `schedule`, or one of the same shapes with the same selection.
         schedule : Schedule
-            From this strategy's `prepare`.
+            From this strategy's `prepare`, the last one on its workspace.
         out : torch.Tensor, optional
             bfloat16 ``[total_q, num_qo_heads, head_dim]`` (float32 with arithmetic "float32"), any
             strides, unit last; written in place. Allocated when missing.
@@ -291,11 +318,22 @@ class Strategy(ABC):
         -------
         torch.Tensor
             `out`. A row with no visible key, or past ``cu_seqlens_q[-1]``, is exactly 0 with LSE -inf.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The schedule is of another strategy, of other shapes, or overwritten by a later `prepare`; an
+            output does not fit.
         """
         if schedule.strategy != self.name or schedule.shape != shape_key(problem):
             raise ValueError(
                 f"schedule: got one of {schedule.strategy!r} for shapes {schedule.shape},"
                 f" supported: one of {self.name!r} for shapes {shape_key(problem)}"
+            )
+        if schedule.prepared != schedule.workspace.prepared:
+            raise ValueError(
+                "schedule: got one whose workspace was prepared again, supported: the last one of a workspace"
+                " (keep a workspace for each schedule that is used later)"
             )
         out_dtype = torch.float32 if schedule.arithmetic == "float32" else torch.bfloat16
         if out is None:
