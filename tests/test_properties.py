@@ -1,0 +1,315 @@
+"""Properties of schedules and counts, on selections that hypothesis makes up; brute force over sets tells."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pageweaver as pw
+from pageweaver.strategies.page_union import PageUnion
+from pageweaver.strategies.page_union.pairing import incidence, propose_pairs, work_lists
+from pageweaver.strategies.query_union.unions import members
+from pageweaver.strategies.regroup.greedy import greedy_order_numpy
+
+from .helpers import INT32_MAX, INT32_MIN, Target, poison, visible_pages
+
+PAGE_SIZE = 64
+OWNERS = ("per_query", "union4", "union8", "regroup_w64", "regroup_w128", "offline_w512")
+
+# One cache for all problems: schedules never read it. Enough pages for the longest prefix.
+CACHE = torch.zeros(64, PAGE_SIZE, 2, 128).bfloat16()
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> pw.AttentionProblem:
+    """Up to four requests, any ids; queries and cache without content."""
+    heads = draw(st.integers(1, 2), label="num_kv_heads")
+    group_size = draw(st.sampled_from([1, 4, 16]), label="group_size")
+    topk = draw(st.integers(1, 6), label="topk")
+    lengths = draw(st.lists(st.integers(0, 30) | st.integers(60, 150), max_size=4), label="lengths")
+    prefixes = [draw(st.sampled_from([0, 1, 63, 64, 200, 640])) for _ in lengths]
+    total_q = sum(lengths) + draw(st.integers(0, 3), label="past_rows")
+    # Drawn by a seed: one by one, this many numbers would leave hypothesis small problems only.
+    rng = np.random.default_rng(draw(st.integers(0, 2**32), label="seed"))
+    span = draw(st.sampled_from([2, 5, 13]), label="span")
+    ids = rng.integers(0, span, (heads, total_q, topk))
+    odd = rng.choice([-1, -1, -2, INT32_MIN, INT32_MAX, 1000], ids.shape)
+    ids = np.where(rng.random(ids.shape) < draw(st.sampled_from([0.0, 0.2, 0.8])), odd, ids)
+    used = [length + prefix for length, prefix in zip(lengths, prefixes, strict=True)]
+    width = max([1, *(-(-tokens // PAGE_SIZE) for tokens in used)])
+    cache = CACHE[:, :, :heads]
+    return pw.AttentionProblem(
+        q=torch.zeros(total_q, heads * group_size, 128).bfloat16(),
+        k_cache=cache,
+        v_cache=cache,
+        q2k_indices=torch.from_numpy(ids.astype(np.int32)),
+        cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).int(),
+        seqused_k=torch.tensor(used, dtype=torch.int32),
+        page_table=torch.arange(width, dtype=torch.int32).expand(len(lengths), -1),
+    )
+
+
+def supports(problem: pw.AttentionProblem) -> list[list[set[tuple[int, int]]]]:
+    """[num_kv_heads][total_q] sets of (request, page)."""
+    requests = problem.request_ids.tolist()
+    return [
+        [{(requests[row], page) for page in pages} for row, pages in enumerate(rows)]
+        for rows in visible_pages(problem)
+    ]
+
+
+def groups_of(problem: pw.AttentionProblem, size: int) -> list[list[int]]:
+    """Slots of every group, by the words: consecutive, from each request's start, never across requests."""
+    bounds = problem.cu_seqlens_q.tolist()
+    return [
+        list(range(start, min(start + size, last)))
+        for first, last in pairwise(bounds)
+        for start in range(first, last, size)
+    ]
+
+
+def greedy_pairs(shared: dict[tuple[int, int], int]) -> dict[int, int]:
+    """One pair after another: most common queries first, ties to the lowest pages."""
+    partner: dict[int, int] = {}
+    for (a, b), count in sorted(shared.items(), key=lambda item: (-item[1], item[0])):
+        if count and a not in partner and b not in partner:
+            partner[a], partner[b] = b, a
+    return partner
+
+
+@pytest.mark.parametrize("name", OWNERS)
+@settings(max_examples=80)
+@given(problem=problems())
+def test_union_schedule(name: str, problem: pw.AttentionProblem) -> None:
+    """Slots are a bijection; unions hold exactly what their queries selected; masks say exactly who did."""
+    strategy = Target(name).load(problem)
+    workspace = strategy.workspace(problem)
+    poison(workspace)
+    schedule = strategy.prepare(problem, workspace)
+    sets = supports(problem)
+    tile = 64 // problem.group_size
+    size = {"per_query": 1, "union4": tile}.get(name, 2 * tile)
+    assert schedule.queries_per_group == size  # type: ignore[attr-defined]
+    expected = groups_of(problem, size)
+    offsets = schedule.group_offsets.tolist()  # type: ignore[attr-defined]
+    groups = [list(range(a, b)) for a, b in pairwise(offsets)]
+    assert groups[: len(expected)] == expected and not any(groups[len(expected) :])
+    requests = problem.request_ids.tolist()
+    edges = visits = rounds = longest = live_groups = 0
+    for head in range(problem.num_kv_heads):
+        ids = schedule.query_ids[head].tolist()  # type: ignore[attr-defined]
+        assert sorted(ids) == list(range(problem.total_q))
+        assert [requests[query] for query in ids] == requests
+        for group, slots in enumerate(groups):
+            count = int(schedule.union_counts[head, group])  # type: ignore[attr-defined]
+            pages = schedule.union_pages[head, group].tolist()  # type: ignore[attr-defined]
+            words = schedule.union_masks[head, group].tolist()  # type: ignore[attr-defined]
+            selected = [sets[head][ids[slot]] for slot in slots]
+            union = {page for _, page in set().union(*selected)}
+            assert pages == sorted(union) + [-1] * (len(pages) - len(union)) and count == len(union)
+            for place, page in enumerate(pages):
+                bits = sum((word & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(words[place]))
+                found = {bit for bit in range(32 * len(words[place])) if bits >> bit & 1}
+                assert found == {i for i, s in enumerate(selected) if page in {p for _, p in s}}
+            for first in range(0, len(selected), min(tile, size)):
+                rounds += len(set().union(*selected[first : first + min(tile, size)]))
+            edges += sum(map(len, selected))
+            visits += len(union)
+            longest = max(longest, len(union))
+            live_groups += bool(union)
+    report = strategy.work(problem)
+    assert (report.edges, report.visits, report.rounds) == (edges, visits, rounds)
+    assert (report.groups, report.max_union) == (live_groups, longest)
+    assert report.reuse == (edges / visits if visits else 0.0)
+    assert report.mean_union == (visits / live_groups if live_groups else 0.0)
+    assert (report.partials, report.saved_partials, report.partial_bytes) == (0, 0, 0)
+    assert report.page_bytes == report.moved_bytes == visits * 2 * PAGE_SIZE * 128 * 2
+    assert report.workspace_bytes == workspace.nbytes
+
+
+@settings(max_examples=80)
+@given(problem=problems())
+def test_regroup_is_eq_6(problem: pw.AttentionProblem) -> None:
+    """Windows and groups start anew in each request and KV head."""
+    tile = 64 // problem.group_size
+    bounds = problem.cu_seqlens_q.tolist()
+    pages = problem.support.int().numpy()
+    for name, window in (("regroup_w64", 64), ("regroup_w128", 128)):
+        ids = pw.load(name).prepare(problem).query_ids.numpy()  # type: ignore[attr-defined]
+        for head in range(problem.num_kv_heads):
+            for first, last in pairwise(bounds):
+                rows = pages[head, first:last]
+                expected = first + greedy_order_numpy(rows, max(window, 2 * tile), 2 * tile, tile)
+                np.testing.assert_array_equal(ids[head, first:last], expected)
+
+
+@pytest.mark.parametrize("name", ["union8", "regroup_w64", "page_union"])
+@settings(max_examples=30)
+@given(problem=problems(), data=st.data())
+def test_order_of_ids_is_irrelevant(name: str, problem: pw.AttentionProblem, data: st.DataObject) -> None:
+    """Permuted columns give the same schedule, tensor by tensor."""
+    columns = data.draw(st.permutations(range(problem.topk)), label="columns")
+    other = pw.AttentionProblem(
+        **{f: getattr(problem, f) for f in problem.__dataclass_fields__}
+        | {"q2k_indices": problem.q2k_indices[:, :, list(columns)]}
+    )
+    layout = pw.load(name).workspace_layout(problem)
+    schedules = [pw.load(name).prepare(p) for p in (problem, other)]
+    for field in set(layout) - {"partials", "lse_partials"}:
+        first, second = (getattr(schedule, field) for schedule in schedules)
+        assert torch.equal(first, second), field
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+@settings(max_examples=80)
+@given(problem=problems())
+def test_page_union_schedule(pairs: bool, problem: pw.AttentionProblem) -> None:
+    """Every edge once; pairs disjoint; partials saved are the queries that paired pages have in common."""
+    strategy = PageUnion(pairs=pairs)
+    workspace = strategy.workspace(problem)
+    poison(workspace)
+    schedule = strategy.prepare(problem, workspace)
+    sets = supports(problem)
+    requests = problem.request_ids.tolist()
+    edges = partials = saved = visits = units = rounds = longest = 0
+    for head in range(problem.num_kv_heads):
+        offsets = schedule.unit_offsets[head].tolist()
+        assert offsets == sorted(offsets) and offsets[0] == 0
+        queries = schedule.unit_queries[head].tolist()
+        slots = schedule.unit_slots[head].tolist()
+        assert set(queries[offsets[-1] :]) <= {-1} and set(slots[offsets[-1] :]) <= {-1}
+        covered: list[tuple[int, tuple[int, int]]] = []
+        partner: dict[tuple[int, int], tuple[int, int]] = {}
+        used_slots: list[tuple[int, int]] = []
+        for unit, pages in enumerate(schedule.unit_pages[head].tolist()):
+            part = slice(offsets[unit], offsets[unit + 1])
+            listed = [page for page in pages if page >= 0]
+            mine = queries[part]
+            if not mine:
+                assert listed == []
+                continue
+            assert listed and mine == sorted(set(mine)) and len({requests[q] for q in mine}) == 1
+            covered += [(query, (requests[query], page)) for query in mine for page in listed]
+            used_slots += list(zip(mine, slots[part], strict=True))
+            if len(listed) == 2:
+                a, b = ((requests[mine[0]], page) for page in listed)
+                assert partner.get(a, b) == b and partner.get(b, a) == a
+                partner[a], partner[b] = b, a
+                saved += len(mine)
+            units += 1
+            visits += len(listed)
+            longest = max(longest, len(listed))
+            partials += len(mine)
+            rounds += -(-len(mine) * problem.group_size // 64) * len(listed)
+        expected = [(query, key) for query, keys in enumerate(sets[head]) for key in keys]
+        assert sorted(covered) == sorted(expected)
+        edges += len(expected)
+        # The slots of a query count up from 0.
+        counts = schedule.partial_counts[head].tolist()
+        assert sorted(used_slots) == [(q, slot) for q, count in enumerate(counts) for slot in range(count)]
+        owners: dict[tuple[int, int], set[int]] = {}
+        for query, key in expected:
+            owners.setdefault(key, set()).add(query)
+        order = sorted(owners)
+        shared = {
+            (i, j): len(owners[order[i]] & owners[order[j]]) for i, j in combinations(range(len(order)), 2)
+        }
+        sequential = {order[a]: order[b] for a, b in greedy_pairs(shared).items()} if pairs else {}
+        assert partner == sequential
+    report = strategy.work(problem)
+    assert (report.edges, report.partials, report.saved_partials) == (edges, partials, saved)
+    assert edges - partials == saved and (pairs or saved == 0)
+    assert (report.groups, report.visits, report.rounds, report.max_union) == (units, visits, rounds, longest)
+    assert report.reuse == (edges / visits if visits else 0.0)
+    assert report.mean_union == (visits / units if units else 0.0)
+    # A BF16 cache runs in float32 here: FP32 partials and LSE, written and read.
+    assert report.partial_bytes == 2 * partials * problem.group_size * (128 * 4 + 4)
+    assert report.page_bytes == visits * 2 * PAGE_SIZE * 128 * 2
+    assert report.moved_bytes == report.page_bytes + report.partial_bytes
+    assert report.workspace_bytes == workspace.nbytes
+
+
+@settings(max_examples=150)
+@given(
+    rows=st.lists(st.sets(st.integers(0, 9), max_size=5), max_size=30),
+    unit_queries=st.integers(1, 7),
+    pairs=st.booleans(),
+)
+def test_pairs_and_work_lists(rows: list[set[int]], unit_queries: int, pairs: bool) -> None:
+    """Pairs are the sequential greedy's; units are bounded, largest first, and cover every edge once."""
+    support = np.full((len(rows), 5), -1, dtype=np.int64)
+    for i, row in enumerate(rows):
+        support[i, : len(row)] = sorted(row)
+    matrix, keys = incidence(support, support + 100)
+    pages = sorted(set().union(*rows))
+    assert keys.tolist() == [100 + page for page in pages]
+    owners = [{i for i, row in enumerate(rows) if page in row} for page in pages]
+    assert [set(matrix[[i]].indices.tolist()) for i in range(len(pages))] == owners
+    partner = propose_pairs(matrix) if pairs else np.full(len(pages), -1)
+    shared = {(i, j): len(owners[i] & owners[j]) for i, j in combinations(range(len(pages)), 2)}
+    expected = greedy_pairs(shared) if pairs else {}
+    assert {a: b for a, b in enumerate(partner.tolist()) if b >= 0} == expected
+
+    lists = work_lists(matrix, partner, unit_queries)
+    sizes = np.diff(lists.unit_offsets)
+    assert ((sizes >= 1) & (sizes <= unit_queries)).all() and (np.diff(sizes) <= 0).all()
+    covered = []
+    for unit, (a, b) in enumerate(lists.unit_pages.tolist()):
+        mine = lists.unit_queries[lists.unit_offsets[unit] : lists.unit_offsets[unit + 1]].tolist()
+        assert mine == sorted(mine)
+        assert b == -1 or (a < b and expected[a] == b)
+        covered += [(query, page) for query in mine for page in (a, b) if page >= 0]
+    assert sorted(covered) == sorted((i, pages.index(page)) for i, row in enumerate(rows) for page in row)
+    assert lists.partial_counts.sum() == len(lists.unit_queries)
+
+
+def test_members_come_in_the_order_of_execution() -> None:
+    problem = problem_by_hand()
+    rank, group, slot, page = members(pw.load("union8").prepare(problem), 0)  # type: ignore[arg-type]
+    assert list(zip(group.tolist(), rank.tolist(), slot.tolist(), page.tolist(), strict=True)) == [
+        (0, 0, 0, 0),
+        (0, 0, 2, 0),
+        (1, 0, 8, 1),
+        (0, 1, 0, 2),
+        (0, 1, 7, 2),
+        (0, 2, 7, 5),
+    ]
+
+
+def problem_by_hand() -> pw.AttentionProblem:
+    """Nine rows of 16 heads: row 0 selects pages 0 and 2, row 2 page 0, row 7 pages 2 and 5, row 8 page 1."""
+    ids = torch.full((1, 9, 2), -1, dtype=torch.int32)
+    for row, pages in {0: (2, 0), 2: (0, 0), 7: (5, 2), 8: (1, -1)}.items():
+        ids[0, row] = torch.tensor(pages)
+    return pw.AttentionProblem(
+        q=torch.zeros(9, 16, 128).bfloat16(),
+        k_cache=CACHE[:, :, :1],
+        v_cache=CACHE[:, :, :1],
+        q2k_indices=ids,
+        cu_seqlens_q=torch.tensor([0, 9], dtype=torch.int32),
+        seqused_k=torch.tensor([640], dtype=torch.int32),
+        page_table=torch.arange(10, dtype=torch.int32)[None],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "edges", "groups", "visits", "rounds"),
+    [
+        ("per_query", 6, 4, 6, 6),
+        ("union4", 6, 3, 2 + 2 + 1, 5),
+        ("union8", 6, 2, 3 + 1, 2 + 2 + 1),
+        # Empty rows cost nothing and go first: 1, 3, 4, 5 | 6, 2, 0, 7 and 8.
+        ("regroup_w64", 6, 2, 3 + 1, 3 + 1),
+        # Pairs (0, 2) and, with nothing in common left, pages 5 and 1 alone: lists 0+2, 0, 2, 5, 1.
+        ("page_union", 6, 5, 6, 6),
+    ],
+)
+def test_counts_by_hand(name: str, edges: int, groups: int, visits: int, rounds: int) -> None:
+    report = pw.load(name).work(problem_by_hand())
+    assert (report.edges, report.groups, report.visits, report.rounds) == (edges, groups, visits, rounds)
+    assert report.to_dict()["visits"] == visits and report.strategy == name
