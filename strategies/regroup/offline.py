@@ -73,11 +73,11 @@ class OfflineIds:
             with safe_open(os.fspath(path), framework="numpy") as stream:
                 header = json.loads((stream.metadata() or {}).get("pageweaver", "{}"))
                 if header.pop("format", None) != FORMAT:
-                    raise ValueError(f"path: got {os.fspath(path)!r}, supported: files of format {FORMAT!r}")
+                    raise ValueError("another format")
                 return cls(query_ids=stream.get_tensor("query_ids"), **header)
-        except SafetensorError as error:
+        except (SafetensorError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"path: got {os.fspath(path)!r}, supported: safetensors files ({error})"
+                f"path: got {os.fspath(path)!r}, supported: safetensors files of format {FORMAT!r} ({error})"
             ) from error
 
 
