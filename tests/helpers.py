@@ -444,7 +444,7 @@ def assert_random(target: Target, result: Result, out: torch.Tensor, lse: torch.
     assert (result.out[dead] == 0).all()
     lse_error = torch.where(dead, 0.0, (result.lse.double() - lse).abs()).max()
     if target.arithmetic == "float32":
-        error = (result.out.double() - out).abs().max()
+        error = float((result.out.double() - out).abs().max())
         assert error <= FP32_ERROR and lse_error <= FP32_ERROR, f"out: error {error}, lse: {lse_error}"
     else:
         error = nrms(result.out, out)

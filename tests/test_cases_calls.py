@@ -158,6 +158,7 @@ class TestC27Straddling:
         ([0, 130, 5], [0, 0, 0]),
         ([0, 40, 0, 200, 7, 0], [0, 3, 0, 0, 1, 0]),
         ([5, 6, 7, 8], [1, 0, 1, 1]),
+        ([0] * 9, [1, 0, 1, 1, 0, 0, 1, 1, 1]),
     ],
 )
 def test_c28_empty_requests(target: Target, prefixes: list[int], lengths: list[int]) -> None:
@@ -185,6 +186,13 @@ def test_c28_page_table_of_no_pages(target: Target) -> None:
     """Nothing in the cache yet, and rows that are nobody's."""
     problem = paged_case([[0]] * 4, prefixes=[0, 0], lengths=[0, 0], device=target.device)
     problem = replaced(problem, page_table=problem.page_table[:, :0])
+    assert_empty(target.run(problem))
+    assert target.load(problem).work(problem).edges == 0
+
+
+def test_c28_no_request(target: Target) -> None:
+    """Rows of nobody and nothing else."""
+    problem = paged_case([[0]] * 9, prefixes=[], lengths=[], device=target.device)
     assert_empty(target.run(problem))
     assert target.load(problem).work(problem).edges == 0
 
@@ -338,7 +346,7 @@ class TestC40Shapes:
             {"num_kv_heads": 2, "group_size": 2, "topk": 32},
         ],
     )
-    def test_supported(self, target: Target, sizes: dict[str, int]) -> None:
+    def test_supported(self, target: Target, sizes: dict[str, Any]) -> None:
         problem = random_problem(lengths=(13, 6), prefixes=(250, 0), device=target.device, **sizes)
         assert_random(target, target.run(problem), *naive_attention(problem))
 

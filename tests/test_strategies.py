@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 
 import pageweaver as pw
+from pageweaver.common.captures import save_selections
 from pageweaver.common.reference import exact_attention
-from pageweaver.strategies.page_union import PageUnion
+from pageweaver.strategies.page_union import UNIT_QUERIES, PageUnion
 from pageweaver.strategies.query_union import Union4, Union8
 from pageweaver.strategies.regroup import RegroupW64
+from pageweaver.strategies.regroup.offline import FORMAT
 
 from .helpers import (
     E4M3,
@@ -177,6 +182,19 @@ class TestBits:
         assert torch.equal(target.load(problem)(problem).float().cpu(), result.out)
 
 
+@pytest.mark.parametrize(
+    "target", [Target("union8"), Target("union8", "float32"), Target("page_union")], ids=str
+)
+def test_threads_of_the_host(target: Target) -> None:
+    problem, result = repeatable(target)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert_same_bits(target.run(problem), result)
+    finally:
+        torch.set_num_threads(before)
+
+
 class TestWorkspaces:
     def test_reuse_after_a_bigger_problem(self, target: Target) -> None:
         bigger = random_problem(lengths=(90, 80), prefixes=(900, 50), topk=12, device=target.device)
@@ -207,6 +225,50 @@ class TestWorkspaces:
         workspace = target.load(smaller).workspace(smaller)
         with pytest.raises(ValueError, match=r"workspace\['\w+'\]: got \d+ bytes .* at least \d+ bytes"):
             target.load(bigger).prepare(bigger, workspace)
+
+    @pytest.mark.parametrize("pairs", [True, False])
+    def test_extreme_incidence(self, pairs: bool) -> None:
+        """C43: one page that all rows choose, and rows that share no page; no list leaves its buffer."""
+        rows, topk = 2048, 16
+        page = torch.zeros(1, 64, 1, 128, dtype=BF16).expand(rows * topk, -1, -1, -1)
+        for ids in (
+            torch.zeros(rows, topk, dtype=torch.int32),
+            torch.arange(rows * topk, dtype=torch.int32).reshape(rows, topk),
+        ):
+            problem = pw.AttentionProblem(
+                q=torch.zeros(rows, 1, 128, dtype=BF16),
+                k_cache=page,
+                v_cache=page,
+                q2k_indices=ids[None],
+                cu_seqlens_q=torch.tensor([0, rows], dtype=torch.int32),
+                seqused_k=torch.tensor([rows * topk * 64], dtype=torch.int32),
+                page_table=torch.arange(rows * topk, dtype=torch.int32)[None],
+            )
+            report = PageUnion(pairs=pairs).work(problem)
+            if ids.any():
+                assert report.edges == rows * topk
+                assert report.groups == (rows * topk // 2 if pairs else rows * topk)
+            else:
+                assert (report.edges, report.groups) == (rows, rows // UNIT_QUERIES)
+
+    def test_more_than_the_device_holds(self) -> None:
+        # Views of one row: only the workspace would need memory, 560 TB of it.
+        rows, heads = 2**26 - 1, 64
+        problem = pw.AttentionProblem(
+            q=torch.zeros(1, 1, 128, dtype=BF16).expand(rows, 16 * heads, -1),
+            k_cache=torch.zeros(1, 64, heads, 128, dtype=BF16),
+            v_cache=torch.zeros(1, 64, heads, 128, dtype=BF16),
+            q2k_indices=torch.zeros(1, 1, 1, dtype=torch.int32).expand(heads, rows, 32),
+            cu_seqlens_q=torch.zeros(1, dtype=torch.int32),
+            seqused_k=torch.zeros(0, dtype=torch.int32),
+            page_table=torch.zeros(0, 1, dtype=torch.int32),
+        )
+        strategy = PageUnion()
+        assert strategy.workspace_bytes(problem) > 2**47
+        with pytest.raises(
+            MemoryError, match=rf"page_union: workspace of {strategy.workspace_bytes(problem)} "
+        ):
+            strategy.workspace(problem)
 
     def test_of_another_strategy(self) -> None:
         problem = random_problem()
@@ -299,7 +361,7 @@ class TestSchedules:
     )
     def test_outputs(self, change: dict[str, Any], error: type[Exception], words: str) -> None:
         problem = random_problem()
-        arguments = {"dtype": BF16, "device": "cpu"} | change
+        arguments: dict[str, Any] = {"dtype": BF16, "device": "cpu"} | change
         shape = arguments.pop("shape", tuple(problem.q.shape))
         with pytest.raises(error, match=words):
             Union8()(problem, torch.empty(shape, **arguments))
@@ -428,11 +490,25 @@ class TestOfflineIds:
 
     def test_not_a_file_of_ids(self, tmp_path: Path) -> None:
         selections = tmp_path / "selections.safetensors"
-        pw.common.captures.save_selections(selections, [selection_of(random_problem())], {})  # type: ignore[attr-defined]
+        save_selections(selections, [selection_of(random_problem())], {})
         garbage = tmp_path / "garbage.safetensors"
         garbage.write_bytes(b"not a file")
-        for path in (selections, garbage):
-            with pytest.raises(ValueError, match=r"path: got .*, supported: "):
+        bare = tmp_path / "bare.safetensors"
+        safetensors.numpy.save_file({"query_ids": np.zeros((1, 2), dtype=np.int32)}, bare)
+        truncated, odd_header, no_ids, wrong_json = (tmp_path / f"{n}.safetensors" for n in "abcd")
+        ids = pw.search(selection_of(random_problem()), window=512)
+        ids.save(truncated)
+        truncated.write_bytes(truncated.read_bytes()[:-8])
+        good = {"selection_sha256": "", "window": 1, "queries_per_group": 8, "objective": "visits"}
+        for path, tensor, header in (
+            (odd_header, "query_ids", json.dumps({"format": FORMAT, "more": 1})),
+            (no_ids, "ids", json.dumps(good | {"format": FORMAT})),
+            (wrong_json, "query_ids", "{"),
+        ):
+            content = {tensor: np.zeros((1, 2), dtype=np.int32)}
+            safetensors.numpy.save_file(content, path, {"pageweaver": header})
+        for path in (selections, garbage, bare, truncated, odd_header, no_ids, wrong_json):
+            with pytest.raises(ValueError, match=rf"path: got '{path}', supported: "):
                 pw.OfflineIds.load(path)
         with pytest.raises(FileNotFoundError):
             pw.OfflineIds.load(tmp_path / "missing.safetensors")
@@ -468,7 +544,8 @@ class TestSparsePrefill:
         given = torch.empty_like(problem.q.contiguous())
         assert pw.sparse_prefill(**fields, out=given) is given
         fields["softmax_scale"] = None
-        assert torch.equal(pw.sparse_prefill(**fields), given)
+        again = pw.sparse_prefill(**fields)
+        assert isinstance(again, torch.Tensor) and torch.equal(again, given)
 
     def test_float32(self) -> None:
         problem = random_problem()
