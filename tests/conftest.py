@@ -18,6 +18,12 @@ settings.load_profile("pageweaver")
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers in every run and in any order of tests."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=REFERENCE_TARGETS, ids=str)
 def target(request: pytest.FixtureRequest) -> Target:
     """Every strategy's reference backend on the CPU; tests/gpu overrides it with the kernels."""

@@ -77,8 +77,9 @@ class TestQuantizeQ:
         values = q8.double() * scale[..., None].double()
         error = (values - q.double()).abs()
         amax = q.double().abs().amax(dim=-1, keepdim=True)
-        # Half a unit of three mantissa bits, or of the smallest E4M3 number (2**-9 of 448) below that.
-        assert (error <= (q.double().abs() * P_ERROR * 1.0001).maximum(amax * 2.0**-10 / E4M3_MAX)).all()
+        # Half a unit of three mantissa bits, or of the smallest E4M3 number (2**-9 of 448) below that; ties,
+        # and so the bound itself, are common, and the FP32 scale is rounded.
+        assert (error <= (q.double().abs() * P_ERROR).maximum(amax * 2.0**-10 / E4M3_MAX) * 1.00001).all()
         assert (q8.float().abs().amax(dim=-1) == E4M3_MAX).all()
 
     @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 1e-30, 2.0**-100, 1.0, 3e38, -3.3895e38])
