@@ -309,8 +309,9 @@ class Strategy(ABC):
         schedule : Schedule
             From this strategy's `prepare`, the last one on its workspace.
         out : torch.Tensor, optional
-            bfloat16 ``[total_q, num_qo_heads, head_dim]`` (float32 with arithmetic "float32"), any
-            strides, unit last; written in place. Allocated when missing.
+            bfloat16 ``[total_q, num_qo_heads, head_dim]``, or float32 where the arithmetic is "float32"; any
+            strides, unit last; written in place. Allocated when missing: float32 where the strategy was made
+            with arithmetic "float32".
         lse : torch.Tensor, optional
             float32 ``[total_q, num_qo_heads]``; natural-log LSE, written in place when given.
 
@@ -335,14 +336,18 @@ class Strategy(ABC):
                 "schedule: got one whose workspace was prepared again, supported: the last one of a workspace"
                 " (keep a workspace for each schedule that is used later)"
             )
-        out_dtype = torch.float32 if schedule.arithmetic == "float32" else torch.bfloat16
+        dtypes = (torch.bfloat16, torch.float32) if schedule.arithmetic == "float32" else (torch.bfloat16,)
         if out is None:
-            out = torch.empty(problem.q.shape, dtype=out_dtype, device=problem.device)
-        _check_output("out", out, out_dtype, tuple(problem.q.shape), problem.device)
+            # Who asks for float32 wants to see it; a BF16 cache, whose default it is, yields BF16 all the same.
+            dtype = torch.float32 if self.arithmetic == "float32" else torch.bfloat16
+            out = torch.empty(problem.q.shape, dtype=dtype, device=problem.device)
+        _check_output("out", out, dtypes, tuple(problem.q.shape), problem.device)
         if out.stride(-1) != 1:
             raise ValueError(f"out.stride(-1): got {out.stride(-1)}, supported: 1 (other strides are free)")
         if lse is not None:
-            _check_output("lse", lse, torch.float32, (problem.total_q, problem.num_qo_heads), problem.device)
+            _check_output(
+                "lse", lse, (torch.float32,), (problem.total_q, problem.num_qo_heads), problem.device
+            )
         self._execute(problem, schedule, out, lse)
         return out
 
@@ -362,11 +367,15 @@ class Strategy(ABC):
 
 
 def _check_output(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int, ...],
+    device: torch.device,
 ) -> None:
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:
         got = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TypeError(f"{name}.dtype: got {got}, supported: {dtype}")
+        raise TypeError(f"{name}.dtype: got {got}, supported: {' or '.join(map(str, dtypes))}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}.shape: got {tuple(tensor.shape)}, supported: {shape}")
     if tensor.device != device:

@@ -547,11 +547,27 @@ class TestSparsePrefill:
         again = pw.sparse_prefill(**fields)
         assert isinstance(again, torch.Tensor) and torch.equal(again, given)
 
-    def test_float32(self) -> None:
-        problem = random_problem()
+    @pytest.mark.parametrize("strategy", ["union8", "page_union"])
+    @pytest.mark.parametrize("kv_dtype", [E4M3, BF16])
+    def test_output_dtype(self, strategy: str, kv_dtype: torch.dtype) -> None:
+        """BF16, whatever the cache holds; float32 for who asks for this arithmetic."""
+        problem = random_problem(kv_dtype=kv_dtype)
         fields = {name: getattr(problem, name) for name in problem.__dataclass_fields__}
-        out = pw.sparse_prefill(**fields, arithmetic="float32")
-        assert isinstance(out, torch.Tensor) and out.dtype == torch.float32
+        fields["strategy"] = strategy
+        plain = pw.sparse_prefill(**fields)
+        float32 = pw.sparse_prefill(**fields, arithmetic="float32")
+        assert isinstance(plain, torch.Tensor) and plain.dtype == BF16
+        assert isinstance(float32, torch.Tensor) and float32.dtype == torch.float32
+        given = torch.empty(problem.q.shape, dtype=BF16)
+        assert pw.sparse_prefill(**fields, arithmetic="float32", out=given) is given
+        assert torch.equal(given, float32.bfloat16())
+        if kv_dtype == BF16:
+            assert torch.equal(plain, given)
+        else:
+            with pytest.raises(
+                TypeError, match=r"out\.dtype: got torch\.float32, supported: torch\.bfloat16$"
+            ):
+                pw.sparse_prefill(**fields, out=float32)
 
     def test_rows_of_nobody(self) -> None:
         problem = random_problem(lengths=(4,), prefixes=(100,), past_rows=6)
