@@ -158,6 +158,13 @@ class TestOnlineSoftmax:
             assert abs(lse - float(torch.logsumexp(logits.double().flatten(), 0))) <= tolerance
 
     @pytest.mark.parametrize("name", ["fp8", "float32"])
+    @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
+    def test_weights_sum_to_one(self, name: str, spread: float) -> None:
+        """Exactly those that were multiplied: what rounding takes from one key it does not take from the sum."""
+        out, _ = self.run(name, torch.randn(32, 64) * spread, torch.ones(32, 64))
+        assert out == pytest.approx(1.0, abs=1e-5)
+
+    @pytest.mark.parametrize("name", ["fp8", "float32"])
     def test_nothing_seen(self, name: str) -> None:
         dead = torch.full((3, 64), -math.inf)
         assert self.run(name, dead, torch.ones(3, 64)) == (0.0, -math.inf)
