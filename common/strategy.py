@@ -338,7 +338,7 @@ class Strategy(ABC):
             )
         dtypes = (torch.bfloat16, torch.float32) if schedule.arithmetic == "float32" else (torch.bfloat16,)
         if out is None:
-            # Who asks for float32 wants to see it; a BF16 cache, whose default it is, yields BF16 all the same.
+            # Who asks for float32 wants to see it; a BF16 cache, whose default it is, yields BF16 like any.
             dtype = torch.float32 if self.arithmetic == "float32" else torch.bfloat16
             out = torch.empty(problem.q.shape, dtype=dtype, device=problem.device)
         _check_output("out", out, dtypes, tuple(problem.q.shape), problem.device)
