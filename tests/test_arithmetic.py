@@ -160,7 +160,7 @@ class TestOnlineSoftmax:
     @pytest.mark.parametrize("name", ["fp8", "float32"])
     @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
     def test_weights_sum_to_one(self, name: str, spread: float) -> None:
-        """Exactly those that were multiplied: what rounding takes from one key it does not take from the sum."""
+        """The sum takes what was multiplied: rounded weights still sum to one."""
         out, _ = self.run(name, torch.randn(32, 64) * spread, torch.ones(32, 64))
         assert out == pytest.approx(1.0, abs=1e-5)
 
