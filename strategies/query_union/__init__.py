@@ -17,6 +17,14 @@ from pageweaver.common.strategy import (
     shape_key,
 )
 from pageweaver.common.work import WorkReport
+from pageweaver.strategies.query_union.cuda import (
+    CUDA_CAPABILITIES,
+    check_alignment,
+    check_device,
+    cuda_layout,
+    execute_cuda,
+    prepare_cuda,
+)
 from pageweaver.strategies.query_union.unions import (
     UnionSchedule,
     build_unions,
@@ -37,20 +45,23 @@ class QueryUnion(Strategy):
     """
 
     tiles_per_group: ClassVar[int]
-    capabilities: ClassVar[dict[str, Capabilities]] = {"reference": REFERENCE_CAPABILITIES}
+    capabilities: ClassVar[dict[str, Capabilities]] = {
+        "cuda": CUDA_CAPABILITIES,
+        "reference": REFERENCE_CAPABILITIES,
+    }
 
     def queries_per_group(self, problem: AttentionProblem) -> int:
         """Slots of a full group: ``tiles_per_group`` tiles of 64 head-rows."""
         return self.tiles_per_group * problem.queries_per_tile
 
-    def order(self, problem: AttentionProblem) -> torch.Tensor:
-        """Slot to query, int32 ``[num_kv_heads, total_q]``: here the original order."""
-        rows = torch.arange(problem.total_q, dtype=torch.int32, device=problem.device)
-        return rows.expand(problem.num_kv_heads, -1)
+    def order(self, problem: AttentionProblem) -> torch.Tensor | None:
+        """Slot to query, int32 ``[num_kv_heads, total_q]``; here None, the original order."""
+        return None
 
     def workspace_layout(self, problem: AttentionProblem) -> Layout:
-        """Query ids, group offsets and union lists; see `UnionSchedule`."""
-        return union_layout(problem, self.queries_per_group(problem))
+        """Query ids, group offsets and union lists; see `UnionSchedule`. On CUDA the packed V too."""
+        layout = cuda_layout if self.resolve(problem)[0] == "cuda" else union_layout
+        return layout(problem, self.queries_per_group(problem))
 
     def prepare(
         self,
@@ -74,11 +85,22 @@ class QueryUnion(Strategy):
         UnionSchedule
         """
         backend, arithmetic = self.resolve(problem)
+        if backend == "cuda":
+            check_device(problem)
+            for name in ("q", "k_cache", "v_cache"):
+                check_alignment(name, getattr(problem, name))
         workspace, views = self._views(problem, workspace)
         ids = self.order(problem) if query_ids is None else check_query_ids(problem, query_ids)
-        views["query_ids"].copy_(ids)
+        if ids is not None:
+            views["query_ids"].copy_(ids)
         group = self.queries_per_group(problem)
-        build_unions(problem, views, group)
+        if backend == "cuda":
+            prepare_cuda(problem, views, identity=ids is None)
+        else:
+            if ids is None:
+                views["query_ids"].copy_(torch.arange(problem.total_q, device=problem.device))
+            build_unions(problem, views, group)
+        names = ("query_ids", "group_offsets", "union_pages", "union_masks", "union_counts")
         return UnionSchedule(
             strategy=self.name,
             backend=backend,
@@ -86,13 +108,16 @@ class QueryUnion(Strategy):
             shape=shape_key(problem),
             workspace=workspace,
             queries_per_group=group,
-            **views,
+            identity=ids is None,
+            views=views,
+            **{name: views[name] for name in names},
         )
 
     def _execute(
         self, problem: AttentionProblem, schedule: Any, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        execute_reference(problem, schedule, out, lse)
+        run = execute_cuda if schedule.backend == "cuda" else execute_reference
+        run(problem, schedule, out, lse)
 
     def work(self, problem: AttentionProblem) -> WorkReport:
         """See `Strategy.work`."""

@@ -35,6 +35,10 @@ class UnionSchedule(Schedule):
         int32 ``[num_kv_heads, max_groups]``; pages in each union.
     queries_per_group : int
         Slots of a full group.
+    identity : bool
+        Whether `query_ids` is the original order.
+    views : dict
+        Every buffer of the workspace, shaped for the problem: those above and what kernels keep beside.
     """
 
     query_ids: torch.Tensor
@@ -43,6 +47,8 @@ class UnionSchedule(Schedule):
     union_masks: torch.Tensor
     union_counts: torch.Tensor
     queries_per_group: int
+    identity: bool
+    views: dict[str, torch.Tensor]
 
 
 def union_layout(problem: AttentionProblem, queries_per_group: int) -> Layout:

@@ -16,7 +16,7 @@ from safetensors.numpy import save
 
 from pageweaver.common.captures import Selection, atomic_write_bytes
 from pageweaver.common.problem import GROUP_SIZES, TILE_ROWS, AttentionProblem, canonical_support
-from pageweaver.common.strategy import register
+from pageweaver.common.strategy import REFERENCE_CAPABILITIES, Capabilities, register
 from pageweaver.strategies.query_union import QueryUnion
 from pageweaver.strategies.query_union.unions import check_query_ids
 from pageweaver.strategies.regroup.online import greedy_query_ids
@@ -182,6 +182,7 @@ class OfflineRegroup(QueryUnion):
     """
 
     tiles_per_group = TILES_PER_GROUP
+    capabilities: ClassVar[dict[str, Capabilities]] = {"reference": REFERENCE_CAPABILITIES}
     window: ClassVar[int]
 
     def __init__(self, *, ids: OfflineIds | None = None, **options: Any) -> None:

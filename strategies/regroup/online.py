@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pageweaver.common.problem import AttentionProblem
-from pageweaver.common.strategy import register
+from pageweaver.common.strategy import REFERENCE_CAPABILITIES, Capabilities, register
 from pageweaver.strategies.query_union import QueryUnion
 from pageweaver.strategies.regroup.greedy import greedy_order
 
@@ -64,6 +64,7 @@ class OnlineRegroup(QueryUnion):
     """union8 over query ids that a greedy search makes on every call."""
 
     tiles_per_group = 2
+    capabilities: ClassVar[dict[str, Capabilities]] = {"reference": REFERENCE_CAPABILITIES}
     window: ClassVar[int]
 
     def order(self, problem: AttentionProblem) -> torch.Tensor:

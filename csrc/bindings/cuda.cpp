@@ -1,0 +1,84 @@
+// Python bindings of the Hopper kernels, pageweaver._cuda: raw addresses, sizes, strides and a stream. Python
+// has validated everything; what fails here is a launch, and it is named.
+
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "prepare/prepare.hpp"
+#include "union_attention/union_attention.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace pageweaver;
+
+void check(cudaError_t error, const char* kernel) {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // a failed launch must not surface in a later call
+    throw std::runtime_error(std::string(kernel) + ": " + cudaGetErrorName(error) + " (" +
+                             cudaGetErrorString(error) + ")");
+}
+
+template <typename T>
+void read(T& field, const py::dict& arguments, const char* name) {
+    if (!arguments.contains(name)) throw py::key_error(std::string("missing argument ") + name);
+    const py::object value = arguments[name];
+    if constexpr (std::is_pointer_v<T>)
+        field = reinterpret_cast<T>(value.cast<uintptr_t>());
+    else
+        field = value.cast<T>();
+}
+
+#define READ(name) read(params.name, arguments, #name)
+
+void prepare_unions(const py::dict& arguments, uintptr_t stream) {
+    PrepareParams params{};
+    READ(q2k_indices), READ(q2k_stride_head), READ(q2k_stride_row), READ(q2k_stride_column);
+    READ(cu_seqlens_q), READ(seqused_k), READ(page_table), READ(page_table_stride);
+    READ(v_cache), READ(v_stride_page), READ(v_stride_token), READ(v_stride_head);
+    READ(query_ids), READ(total_q), READ(num_kv_heads), READ(topk), READ(batch_size), READ(max_pages);
+    READ(queries_per_tile), READ(tiles_per_group), READ(max_groups), READ(max_union), READ(mask_words);
+    READ(max_packed), READ(group_offsets), READ(group_requests), READ(union_pages), READ(union_masks);
+    READ(union_counts), READ(tile_counts), READ(unit_order), READ(packed_slots);
+    READ(packed_v), READ(group_starts), READ(counters), READ(identity_ids);
+    check(launch_prepare(params, reinterpret_cast<cudaStream_t>(stream)), "prepare_unions");
+}
+
+void union_attention(const py::dict& arguments, uintptr_t stream) {
+    UnionParams params{};
+    READ(q), READ(q_stride_row), READ(q_stride_head), READ(out), READ(out_stride_row), READ(out_stride_head);
+    READ(lse), READ(lse_stride_row), READ(lse_stride_head), READ(cu_seqlens_q), READ(seqused_k);
+    READ(page_table), READ(page_table_stride), READ(query_ids), READ(group_offsets), READ(group_requests);
+    READ(union_pages), READ(union_masks), READ(union_counts), READ(tile_counts), READ(unit_order);
+    READ(counters), READ(packed_slots), READ(packed_v), READ(softmax_scale_pointer), READ(k_scale_pointer);
+    READ(v_scale_pointer), READ(softmax_scale), READ(k_scale), READ(v_scale), READ(total_q);
+    READ(num_kv_heads), READ(num_qo_heads), READ(group_shift), READ(batch_size), READ(max_pages);
+    READ(queries_per_tile), READ(tiles_per_group), READ(max_groups), READ(max_union), READ(mask_words);
+    const void* k_cache = nullptr;
+    int64_t num_pages = 0, stride_page = 0, stride_token = 0, stride_head = 0;
+    read(k_cache, arguments, "k_cache");
+    read(num_pages, arguments, "num_pages");
+    read(stride_page, arguments, "k_stride_page");
+    read(stride_token, arguments, "k_stride_token");
+    read(stride_head, arguments, "k_stride_head");
+    CUtensorMap key_map;
+    check(make_key_map(&key_map, k_cache, num_pages, params.num_kv_heads, stride_page, stride_token,
+                       stride_head),
+          "union_attention (tensor map of k_cache)");
+    check(launch_union_attention(params, key_map, reinterpret_cast<cudaStream_t>(stream)), "union_attention");
+}
+
+#undef READ
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, module) {
+    module.doc() = "PageWeaver's Hopper kernels (sm_90a).";
+    module.def("prepare_unions", &prepare_unions, py::arg("arguments"), py::arg("stream"),
+               "Groups, union lists, masks, order of units and packed V^T of one call.");
+    module.def("union_attention", &union_attention, py::arg("arguments"), py::arg("stream"),
+               "FP8 attention over a union schedule.");
+}

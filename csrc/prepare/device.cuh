@@ -1,0 +1,27 @@
+// What preparation and attention kernels agree on about a schedule.
+#pragma once
+
+#include <cstdint>
+
+#include "prepare/prepare.hpp"
+
+namespace pageweaver {
+
+// Places in PrepareParams::counters behind the two size tables.
+constexpr int kPackedCount = 2 * kSizeBins, kLiveGroups = 2 * kSizeBins + 1;
+// A packed slot that one warp has claimed and not numbered yet.
+constexpr int kClaimed = -2;
+
+// Bits of one tile's queries in a group's membership words.
+__device__ __forceinline__ uint64_t tile_mask(const uint32_t* words, int tile, int queries_per_tile) {
+    if (queries_per_tile == 64) return (uint64_t{words[2 * tile + 1]} << 32) | words[2 * tile];
+    if (queries_per_tile == 32) return words[tile];
+    return (words[0] >> (tile * queries_per_tile)) & ((1u << queries_per_tile) - 1);
+}
+
+// Bin of a unit's size, the largest sizes in the first bins.
+__device__ __forceinline__ int size_bin(int pages) {
+    return kSizeBins - 1 - min(pages, kSizeBins - 1);
+}
+
+}  // namespace pageweaver

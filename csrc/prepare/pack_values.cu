@@ -1,0 +1,108 @@
+// V as FP8 PV needs it: transposed (d-major, tokens contiguous), token order and swizzle of the attention
+// kernel.
+//
+// wgmma takes FP8 operands K-major only, so PV's B operand is V^T. One CTA transposes one selected page.
+// Inside each 32 tokens the byte at k = 16 * half + 4 * c + b is token 16 * half + 8 * (b / 2) + 2 * c + b %
+// 2: the order in which a thread of the QK product holds its columns, so that its probabilities are PV's A
+// fragments with no shuffle. Row d holds 128 bytes; its 16-byte chunk i lies at chunk i ^ (d % 8), the
+// 128-byte swizzle, so that a plain bulk copy fills a shared-memory operand. Tokens at or past seqused_k
+// become 0: whatever lies there can reach no result.
+//
+// The same launch sorts units by size, largest first, for an even end of the attention kernel.
+
+#include "prepare/device.cuh"
+#include "prepare/prepare.hpp"
+#include "primitives/launch.cuh"
+
+namespace pageweaver {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kOrderBlocks = 8;
+
+// Counting sort by bin; the order inside a bin is free, since results do not depend on it.
+__device__ void order_units(const PrepareParams& p) {
+    __shared__ int bin_end[kSizeBins];
+    static_assert(kThreads == kSizeBins, "a thread a bin");
+    bin_end[threadIdx.x] = p.counters[threadIdx.x];
+    __syncthreads();
+    for (int step = 1; step < kSizeBins; step *= 2) {
+        const int before = threadIdx.x >= step ? bin_end[threadIdx.x - step] : 0;
+        __syncthreads();
+        bin_end[threadIdx.x] += before;
+        __syncthreads();
+    }
+    const int64_t units = int64_t{p.num_kv_heads} * p.max_groups;
+    const int live_groups = p.counters[kLiveGroups];
+    for (int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x; unit < units;
+         unit += int64_t{kOrderBlocks} * kThreads) {
+        if (unit % p.max_groups >= live_groups) continue;
+        int pages = 0;
+        for (int tile = 0; tile < p.tiles_per_group; ++tile)
+            pages += p.tile_counts[unit * p.tiles_per_group + tile];
+        const int bin = size_bin(pages);
+        const int place = (bin > 0 ? bin_end[bin - 1] : 0) + atomicAdd(&p.counters[kSizeBins + bin], 1);
+        p.unit_order[place] = static_cast<int32_t>(unit);
+    }
+}
+
+__global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p) {
+    grid_dependency_wait();
+    if (blockIdx.x < kOrderBlocks) {
+        order_units(p);
+        return;
+    }
+    __shared__ alignas(16) uint8_t tile[kPackedPageBytes];
+    const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
+    for (int64_t index = blockIdx.x - kOrderBlocks; index < slots; index += gridDim.x - kOrderBlocks) {
+        const int packed = p.packed_slots[index];
+        if (packed < 0) continue;
+        const int page = static_cast<int>(index % p.max_pages);
+        const int request = static_cast<int>(index / p.max_pages % p.batch_size);
+        const int head = static_cast<int>(index / p.max_pages / p.batch_size);
+        const int64_t physical = p.page_table[request * p.page_table_stride + page];
+        const uint8_t* source = p.v_cache + physical * p.v_stride_page + head * p.v_stride_head;
+        const int valid = min(p.seqused_k[request] - page * kPageSize, kPageSize);
+
+        // Each thread transposes 4 x 4 bytes: 4 tokens of one k quad, 4 neighbouring d.
+        for (int block = threadIdx.x; block < kPackedPageBytes / 16; block += kThreads) {
+            const int c = block % 4, d = block / 4 % 32 * 4, sixteen = block / 128;
+            uint32_t rows[4];
+#pragma unroll
+            for (int b = 0; b < 4; ++b) {
+                const int token = sixteen * 16 + 8 * (b / 2) + 2 * c + b % 2;
+                rows[b] = token < valid
+                              ? *reinterpret_cast<const uint32_t*>(source + token * p.v_stride_token + d)
+                              : 0u;
+            }
+            // Interleave bytes of token pairs, then pairs of pairs.
+            const uint32_t low01 = __byte_perm(rows[0], rows[1], 0x5140);
+            const uint32_t high01 = __byte_perm(rows[0], rows[1], 0x7362);
+            const uint32_t low23 = __byte_perm(rows[2], rows[3], 0x5140);
+            const uint32_t high23 = __byte_perm(rows[2], rows[3], 0x7362);
+            const uint32_t columns[4] = {__byte_perm(low01, low23, 0x5410), __byte_perm(low01, low23, 0x7632),
+                                         __byte_perm(high01, high23, 0x5410),
+                                         __byte_perm(high01, high23, 0x7632)};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = d + i, chunk = sixteen ^ (row % 8);
+                *reinterpret_cast<uint32_t*>(tile + row * kPageSize + chunk * 16 + 4 * c) = columns[i];
+            }
+        }
+        __syncthreads();
+        uint4* target = reinterpret_cast<uint4*>(p.packed_v + int64_t{packed} * kPackedPageBytes);
+        for (int i = threadIdx.x; i < kPackedPageBytes / 16; i += kThreads)
+            target[i] = reinterpret_cast<const uint4*>(tile)[i];
+        __syncthreads();
+    }
+}
+
+}  // namespace
+
+cudaError_t launch_pack_values(const PrepareParams& p, cudaStream_t stream) {
+    const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
+    const int64_t pages = slots < 132 * 8 ? slots : 132 * 8;
+    return launch_dependent(pack_values, kOrderBlocks + pages, kThreads, 0, stream, p);
+}
+
+}  // namespace pageweaver

@@ -1,0 +1,52 @@
+// Device-side preparation of a union call: group plan, union lists, packed V. Launchers only; no torch here.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace pageweaver {
+
+constexpr int kPageSize = 128;
+constexpr int kHeadDim = 128;
+// One packed page of V^T: kHeadDim rows of kPageSize tokens, one byte each.
+constexpr int kPackedPageBytes = kPageSize * kHeadDim;
+constexpr int kTileRows = 64;
+constexpr int kSizeBins = 256;
+
+// What one call's preparation reads and fills. Pointers are device addresses; strides are in elements.
+struct PrepareParams {
+    // inputs
+    const int32_t* q2k_indices;  // [num_kv_heads, total_q, topk]
+    int64_t q2k_stride_head, q2k_stride_row, q2k_stride_column;
+    const int32_t* cu_seqlens_q;  // [batch_size + 1]
+    const int32_t* seqused_k;     // [batch_size]
+    const int32_t* page_table;    // [batch_size, max_pages]
+    int64_t page_table_stride;
+    const uint8_t* v_cache;  // [num_pages, page_size, num_kv_heads, head_dim] e4m3
+    int64_t v_stride_page, v_stride_token, v_stride_head;
+    const int32_t* query_ids;  // [num_kv_heads, total_q]; null: original order
+    int32_t total_q, num_kv_heads, topk, batch_size, max_pages;
+    int32_t queries_per_tile, tiles_per_group;
+    int32_t max_groups, max_union, mask_words, max_packed;
+    // schedule
+    int32_t* identity_ids;    // [num_kv_heads, total_q]; filled with the original order where not null
+    int32_t* group_offsets;   // [max_groups + 1]
+    int32_t* group_requests;  // [max_groups]
+    int32_t* union_pages;     // [num_kv_heads, max_groups, max_union]
+    uint32_t* union_masks;    // [num_kv_heads, max_groups, max_union, mask_words]
+    int32_t* union_counts;    // [num_kv_heads, max_groups]
+    int32_t* tile_counts;     // [num_kv_heads, max_groups, tiles_per_group]
+    int32_t* unit_order;      // [num_kv_heads * max_groups]; head * max_groups + group, largest unions first
+    // packed V
+    int32_t* packed_slots;  // [num_kv_heads, batch_size, max_pages]; slot of a selected page, else -1
+    uint8_t* packed_v;      // [max_packed, head_dim, page_size]
+    // scratch
+    int32_t* group_starts;  // [batch_size + 1]; first group of each request
+    int32_t* counters;      // [2 * kSizeBins + 2]: unions of each size, cursors, packed pages, live groups
+};
+
+// Plans groups, builds union lists and masks, orders units by size, packs V^T of every selected page.
+cudaError_t launch_prepare(const PrepareParams& params, cudaStream_t stream);
+
+}  // namespace pageweaver

@@ -1,0 +1,176 @@
+"""Union schedules on Hopper: arguments of the compiled kernels, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pageweaver.common.errors import UnsupportedDeviceError
+from pageweaver.common.native import load_cuda
+from pageweaver.common.problem import HEAD_DIM, AttentionProblem
+from pageweaver.common.strategy import Capabilities, Layout
+from pageweaver.strategies.query_union.unions import UnionSchedule, union_layout
+
+CUDA_CAPABILITIES = Capabilities(
+    arithmetics={torch.float8_e4m3fn: ("fp8",)}, page_sizes=(128,), graph_capturable=True
+)
+# Kernels read 16 bytes at a time, and the copy engine addresses in units of them.
+ALIGNMENT_BYTES = 16
+# Two tables of union sizes, the count of packed pages and of live groups; see csrc/prepare.
+COUNTERS = 2 * 256 + 2
+_SCALES = ("softmax_scale", "k_scale", "v_scale")
+
+
+def cuda_layout(problem: AttentionProblem, queries_per_group: int) -> Layout:
+    """Buffers of a union schedule and of the packed V that its kernels read, from shapes alone."""
+    base = union_layout(problem, queries_per_group)
+    heads, batch, max_pages = problem.num_kv_heads, problem.batch_size, problem.max_pages
+    max_groups = base["union_counts"][0][1]
+    tiles = max(1, queries_per_group // problem.queries_per_tile)
+    # No more pages can be selected than there are edges.
+    max_packed = min(heads * batch * max_pages, heads * problem.total_q * problem.topk)
+    return {
+        **base,
+        "group_requests": ((max_groups,), torch.int32),
+        "tile_counts": ((heads, max_groups, tiles), torch.int32),
+        "unit_order": ((heads * max_groups,), torch.int32),
+        "packed_slots": ((heads, batch, max_pages), torch.int32),
+        "packed_v": ((max_packed, HEAD_DIM, problem.page_size), torch.uint8),
+        "group_starts": ((batch + 1,), torch.int32),
+        "counters": ((COUNTERS,), torch.int32),
+    }
+
+
+def check_device(problem: AttentionProblem) -> None:
+    """Refuse a device that the kernels do not run on.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        The kernels were not built, or the device is not of compute capability 9.0.
+    """
+    load_cuda()
+    capability = torch.cuda.get_device_capability(problem.device)
+    if capability != (9, 0):
+        raise UnsupportedDeviceError(
+            f"device: got {torch.cuda.get_device_name(problem.device)} of compute capability"
+            f" {capability[0]}.{capability[1]}, supported: 9.0 (Hopper);"
+            " pass backend='reference' to run the torch path"
+        )
+
+
+def check_alignment(name: str, tensor: torch.Tensor) -> None:
+    """Refuse addresses or strides that are no multiple of 16 bytes.
+
+    Raises
+    ------
+    ValueError
+        Naming the tensor, what is misaligned, and the alignment.
+    """
+    size = tensor.element_size()
+    if tensor.data_ptr() % ALIGNMENT_BYTES:
+        raise ValueError(
+            f"{name}: got an address {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of 16,"
+            f" supported: {ALIGNMENT_BYTES}-byte alignment"
+        )
+    for dim, (length, stride) in enumerate(zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)):
+        if length > 1 and (stride * size) % ALIGNMENT_BYTES:
+            raise ValueError(
+                f"{name}.stride({dim}): got {stride * size} bytes,"
+                f" supported: multiples of 16, for {ALIGNMENT_BYTES}-byte alignment"
+            )
+
+
+def _strides(prefix: str, tensor: torch.Tensor, **dims: int) -> dict[str, int]:
+    """Strides in elements; that of a dimension of size 1 is never used, whatever it says."""
+    return {
+        f"{prefix}_stride_{name}": tensor.stride(dim) if tensor.shape[dim] > 1 else HEAD_DIM
+        for name, dim in dims.items()
+    }
+
+
+def _schedule_arguments(problem: AttentionProblem, views: dict[str, torch.Tensor]) -> dict[str, Any]:
+    heads, max_groups, max_union, mask_words = views["union_masks"].shape
+    names = (
+        "group_offsets group_requests union_pages union_masks union_counts tile_counts unit_order"
+        " packed_slots packed_v group_starts counters"
+    )
+    return {
+        **{name: views[name].data_ptr() for name in names.split()},
+        "cu_seqlens_q": problem.cu_seqlens_q.data_ptr(),
+        "seqused_k": problem.seqused_k.data_ptr(),
+        "page_table": problem.page_table.data_ptr(),
+        "page_table_stride": problem.page_table.stride(0),
+        "total_q": problem.total_q,
+        "num_kv_heads": heads,
+        "batch_size": problem.batch_size,
+        "max_pages": problem.max_pages,
+        "queries_per_tile": problem.queries_per_tile,
+        "tiles_per_group": views["tile_counts"].shape[2],
+        "max_groups": max_groups,
+        "max_union": max_union,
+        "mask_words": mask_words,
+        "max_packed": views["packed_v"].shape[0],
+    }
+
+
+def prepare_cuda(problem: AttentionProblem, views: dict[str, torch.Tensor], identity: bool) -> None:
+    """Build unions, order units and pack V^T on the problem's device and current stream.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    views : dict
+        The buffers of `cuda_layout`, shaped; ``query_ids`` filled unless `identity`.
+    identity : bool
+        Run in the original order; the kernel fills ``query_ids`` for whoever reads the schedule.
+    """
+    q2k = problem.q2k_indices
+    ids = views["query_ids"].data_ptr()
+    arguments = {
+        **_schedule_arguments(problem, views),
+        **_strides("v", problem.v_cache, page=0, token=1, head=2),
+        "q2k_indices": q2k.data_ptr(),
+        "q2k_stride_head": q2k.stride(0),
+        "q2k_stride_row": q2k.stride(1),
+        "q2k_stride_column": q2k.stride(2),
+        "v_cache": problem.v_cache.data_ptr(),
+        "topk": problem.topk,
+        "query_ids": 0 if identity else ids,
+        "identity_ids": ids if identity else 0,
+    }
+    with torch.cuda.device(problem.device):
+        load_cuda().prepare_unions(arguments, torch.cuda.current_stream().cuda_stream)
+
+
+def execute_cuda(
+    problem: AttentionProblem, schedule: UnionSchedule, out: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """Run a prepared union schedule on the problem's device and current stream."""
+    check_alignment("out", out)
+    scales: dict[str, Any] = {}
+    for name in _SCALES:
+        scale = getattr(problem, name)
+        on_device = isinstance(scale, torch.Tensor)
+        scales[name] = 1.0 if on_device else float(scale)
+        scales[f"{name}_pointer"] = scale.data_ptr() if on_device else 0
+    arguments = {
+        **_schedule_arguments(problem, schedule.views),
+        **_strides("q", problem.q, row=0, head=1),
+        **_strides("out", out, row=0, head=1),
+        **_strides("k", problem.k_cache, page=0, token=1, head=2),
+        **scales,
+        "q": problem.q.data_ptr(),
+        "out": out.data_ptr(),
+        "lse": 0 if lse is None else lse.data_ptr(),
+        "lse_stride_row": 0 if lse is None else lse.stride(0),
+        "lse_stride_head": 0 if lse is None else lse.stride(1),
+        "k_cache": problem.k_cache.data_ptr(),
+        "num_pages": problem.num_pages,
+        "num_qo_heads": problem.num_qo_heads,
+        "group_shift": problem.group_size.bit_length() - 1,
+        "query_ids": 0 if schedule.identity else schedule.query_ids.data_ptr(),
+    }
+    with torch.cuda.device(problem.device):
+        load_cuda().union_attention(arguments, torch.cuda.current_stream().cuda_stream)
