@@ -106,10 +106,22 @@ def provenance(device: torch.device) -> dict[str, Any]:
     """What a JSON row says of where it came from: device, versions, and the commit of a git checkout."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "driver": driver_version() if device.type == "cuda" else None,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
         "torch": torch.__version__,
         "pageweaver": version("pageweaver"),
         "commit": _commit(),
     }
+
+
+def driver_version() -> str | None:
+    """NVIDIA's driver, as its own tool tells it; None where the tool does not answer."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None
 
 
 def _commit() -> str | None:

@@ -104,6 +104,64 @@ def options(
     """Query unions over paged KV for page-selected sparse attention."""
 
 
+bench = typer.Typer(help="Measure on a CUDA device; one command a question.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+@reporting_errors()
+def operator(
+    selections: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SELECTION", help=f"{SELECTION_HELP} Default: the repository's real captures."
+        ),
+    ] = None,
+    strategies: Annotated[
+        str, typer.Option(metavar="A,B,...", help="Arms; they take turns in every round.")
+    ] = "per_query,union4,union8",
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of queries, keys and values.")] = 0,
+    commit: Annotated[
+        str | None, typer.Option(help="Commit to note in the rows where the folder has no git history.")
+    ] = None,
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Gets the JSON rows.")] = Path(
+        "results/operator.jsonl"
+    ),
+) -> None:
+    """Time complete calls, attention alone and preparation alone: graphs of 20 calls, 7 rotated rounds."""
+    import shlex
+    import sys
+
+    from pageweaver.eval import compare as comparing
+    from pageweaver.eval import operator as timing
+    from pageweaver.eval import output as files
+
+    console = Console()
+    if not torch.cuda.is_available():
+        raise pageweaver.UnsupportedDeviceError("bench needs a CUDA device; torch sees none")
+    files.check_folder(output.parent)
+    arms = comparing.check_strategies([x.strip() for x in strategies.split(",") if x.strip()])
+    found = [s for word in selections or [default_captures()] for s in pageweaver.resolve_selection(word)]
+    command = shlex.join(["pageweaver", *sys.argv[1:]])
+    with progress_bar(console) as report:
+        rows = list(timing.measure(found, arms, seed=seed, command=command, report=report))
+    if commit is not None:
+        rows = [{**row, "commit": commit} for row in rows]
+    files.write_files(output.parent, {output.name: files.json_lines(rows)})
+    table = Table("selection", "arm", "boundary", "ms", "NRMS", "rounds", box=box.SIMPLE)
+    for row in rows:
+        table.add_row(
+            row["case"],
+            row["arm"],
+            row["boundary"],
+            f"{row['median_ms']:.4f}",
+            f"{row['nrms']:.2%}",
+            f"{row['rounds']:,}",
+        )
+    console.print(table)
+    _say(console, f"Wrote {output} ({len(rows)} rows).")
+
+
 @app.command()
 @reporting_errors()
 def compare(
