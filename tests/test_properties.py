@@ -266,6 +266,11 @@ def test_pairs_and_work_lists(rows: list[set[int]], unit_queries: int, pairs: bo
         covered += [(query, page) for query in mine for page in (a, b) if page >= 0]
     assert sorted(covered) == sorted((i, pages.index(page)) for i, row in enumerate(rows) for page in row)
     assert lists.partial_counts.sum() == len(lists.unit_queries)
+    # Slots follow the first page of the unit: one order of combining, whatever the order of the units.
+    first_page = np.repeat(lists.unit_pages[:, 0], sizes)
+    for query, count in enumerate(lists.partial_counts):
+        mine = np.flatnonzero(lists.unit_queries == query)
+        assert lists.unit_slots[mine[np.argsort(first_page[mine])]].tolist() == list(range(count))
 
 
 def test_members_come_in_the_order_of_execution() -> None:
