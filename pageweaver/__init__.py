@@ -13,6 +13,7 @@ import torch
 import pageweaver.strategies  # noqa: F401  (registers the strategies)
 from pageweaver.common.captures import Selection, load_selections, resolve_selection
 from pageweaver.common.errors import UnsupportedDeviceError
+from pageweaver.common.op import split_scale
 from pageweaver.common.problem import DEFAULT_SOFTMAX_SCALE, AttentionProblem, make_problem
 from pageweaver.common.reference import exact_attention
 from pageweaver.common.strategy import Schedule, Strategy, Workspace, available, load
@@ -108,6 +109,36 @@ def sparse_prefill(
     UnsupportedDeviceError
         The backend has no kernels for this device or build.
     """
+    scale = DEFAULT_SOFTMAX_SCALE if softmax_scale is None else softmax_scale
+    if torch.compiler.is_compiling():
+        # One opaque operator: validation and work happen when it runs.
+        if q.requires_grad:
+            raise ValueError(
+                "q.requires_grad: got True, supported: False (inference; no gradient is computed)"
+            )
+        if out is None:
+            dtype = torch.float32 if arithmetic == "float32" else torch.bfloat16
+            out = torch.empty(q.shape, dtype=dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        numbers = {"softmax_scale": scale, "k_scale": k_scale, "v_scale": v_scale}
+        parts = {name: split_scale(value) for name, value in numbers.items()}
+        torch.ops.pageweaver.sparse_prefill(
+            q,
+            k_cache,
+            v_cache,
+            q2k_indices,
+            cu_seqlens_q=cu_seqlens_q,
+            seqused_k=seqused_k,
+            page_table=page_table,
+            **{name: part[0] for name, part in parts.items()},
+            **{f"{name}_tensor": part[1] for name, part in parts.items()},
+            out=out,
+            lse=lse,
+            strategy=strategy,
+            backend=backend,
+            arithmetic=arithmetic,
+        )
+        return out if lse is None else (out, lse)
     problem = AttentionProblem(
         q=q,
         k_cache=k_cache,
@@ -116,7 +147,7 @@ def sparse_prefill(
         cu_seqlens_q=cu_seqlens_q,
         seqused_k=seqused_k,
         page_table=page_table,
-        softmax_scale=DEFAULT_SOFTMAX_SCALE if softmax_scale is None else softmax_scale,
+        softmax_scale=scale,
         k_scale=k_scale,
         v_scale=v_scale,
     )
