@@ -1,0 +1,37 @@
+"""The contract's cases on the kernels: the modules here collect them, this file says on what they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ...helpers import Target
+from ..hopper import TARGETS, missing
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    """Skip where the kernels cannot run."""
+    if reason := missing():
+        pytest.skip(reason)
+
+
+@pytest.fixture(params=TARGETS, ids=str)
+def target(request: pytest.FixtureRequest, kernels: None) -> Target:
+    chosen: Target = request.param
+    return chosen
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases that no target runs are about the host; they run where they are defined."""
+    here = Path(__file__).parent
+    on_host = [
+        item
+        for item in items
+        if isinstance(item, pytest.Function)
+        and here in item.path.parents
+        and "target" not in item.fixturenames
+    ]
+    config.hook.pytest_deselected(items=on_host)
+    items[:] = [item for item in items if item not in on_host]

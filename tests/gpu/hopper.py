@@ -1,0 +1,52 @@
+"""Targets of the Hopper kernels, and why they may not be run here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import pageweaver as pw
+from pageweaver.common.native import cuda_status
+
+from ..helpers import Result, Target
+
+
+class KernelTarget(Target):
+    """A strategy on a backend that supports less than the contract's cases ask for."""
+
+    def run(
+        self,
+        problem: pw.AttentionProblem,
+        *,
+        strategy: pw.Strategy | None = None,
+        workspace: pw.Workspace | None = None,
+        nan_rows: Sequence[int] = (),
+    ) -> Result:
+        """See `Target.run`; an unsupported problem must be refused, by name, and then ends the test."""
+        able = pw.load(self.strategy).capabilities[self.backend]
+        wanted = None
+        if problem.k_cache.dtype not in able.kv_dtypes:
+            wanted = f"k_cache.dtype: got {problem.k_cache.dtype}, supported by {self.strategy}"
+        elif problem.page_size not in able.page_sizes:
+            wanted = f"page_size: got {problem.page_size}, supported by {self.strategy}"
+        if wanted is not None:
+            with pytest.raises((TypeError, ValueError)) as caught:
+                self.load(problem)(problem)
+            assert str(caught.value).startswith(wanted)
+            pytest.skip(f"refused, as it has to be: {caught.value}")
+        return super().run(problem, strategy=strategy, workspace=workspace, nan_rows=nan_rows)
+
+
+TARGETS = tuple(KernelTarget(name, device="cuda", backend="cuda") for name in ("union4", "union8"))
+
+
+def missing() -> str:
+    """What keeps the kernels from running here; empty where nothing does."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return f"{torch.cuda.get_device_name()} is not of compute capability 9.0"
+    built, reason = cuda_status()
+    return "" if built else f"pageweaver._cuda: {reason}"
