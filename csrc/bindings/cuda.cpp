@@ -64,11 +64,16 @@ void union_attention(const py::dict& arguments, uintptr_t stream) {
     read(stride_page, arguments, "k_stride_page");
     read(stride_token, arguments, "k_stride_token");
     read(stride_head, arguments, "k_stride_head");
+    int32_t mapping_code = 0;
+    read(mapping_code, arguments, "mapping");
+    const Mapping mapping = static_cast<Mapping>(mapping_code);
+    const int box_tokens = mapping == Mapping::kCluster ? kPageSize / 2 : kPageSize;
     CUtensorMap key_map;
     check(make_key_map(&key_map, k_cache, num_pages, params.num_kv_heads, stride_page, stride_token,
-                       stride_head),
+                       stride_head, box_tokens),
           "union_attention (tensor map of k_cache)");
-    check(launch_union_attention(params, key_map, reinterpret_cast<cudaStream_t>(stream)), "union_attention");
+    check(launch_union_attention(params, key_map, mapping, reinterpret_cast<cudaStream_t>(stream)),
+          "union_attention");
 }
 
 #undef READ

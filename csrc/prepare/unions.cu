@@ -236,7 +236,7 @@ cudaError_t launch_prepare(const PrepareParams& p, cudaStream_t stream) {
     }
     const int64_t units = int64_t{p.num_kv_heads} * p.max_groups;
     const cudaError_t error =
-        launch_dependent(build_unions, (units + warps - 1) / warps, warps * kWarp, shared, stream, p);
+        launch_dependent(build_unions, 1, (units + warps - 1) / warps, warps * kWarp, shared, stream, p);
     return error == cudaSuccess ? launch_pack_values(p, stream) : error;
 }
 

@@ -36,4 +36,26 @@ __device__ __forceinline__ void cp_async_bulk_tensor(uint32_t target, const CUte
         : "memory");
 }
 
+// Both to the same offset of every CTA in `cta_mask`, signalling each one's barrier.
+__device__ __forceinline__ void cp_async_bulk_multicast(uint32_t target, const void* source, uint32_t bytes,
+                                                        uint32_t barrier, uint16_t cta_mask) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], "
+        "%2, "
+        "[%3], %4;" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier), "h"(cta_mask)
+        : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_tensor_multicast(uint32_t target, const CUtensorMap* map,
+                                                               uint32_t barrier, uint16_t cta_mask, int x,
+                                                               int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], "
+        "[%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(target),
+        "l"(map), "r"(barrier), "h"(cta_mask), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
 }  // namespace pageweaver

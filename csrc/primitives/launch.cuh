@@ -12,20 +12,23 @@ __device__ __forceinline__ void grid_dependency_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Launches `kernel` so that it may start, up to its grid_dependency_wait, while the kernel before it drains.
+// Launches `kernel` in clusters of `cluster` CTAs so that it may start, up to its grid_dependency_wait, while
+// the kernel before it drains.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_dependent(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
-                             cudaStream_t stream, const Arguments&... arguments) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_dependent(void (*kernel)(Parameters...), int cluster, int64_t blocks, int threads,
+                             size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = cluster > 1 ? 2 : 1;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

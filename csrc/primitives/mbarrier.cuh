@@ -1,4 +1,4 @@
-// mbarrier wrappers and what roles of a CTA need, named as the PTX they emit. Addresses are shared::cta
+// mbarrier and cluster wrappers, named as the PTX they emit. Addresses are shared::cta
 // offsets in 32 bits.
 #pragma once
 
@@ -21,6 +21,16 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives at the barrier of the same offset in a CTA of the cluster.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t cta_rank) {
+    asm volatile(
+        "{\n.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+        "r"(cta_rank)
+        : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
@@ -52,9 +62,29 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
         : "memory");
 }
 
-// The same for a thread that runs ahead: it sleeps between tries and leaves issue slots to those who compute.
-__device__ __forceinline__ void mbarrier_wait_idle(uint32_t barrier, uint32_t parity) {
-    while (!mbarrier_test_wait(barrier, parity)) __nanosleep(100);
+// The same where arrivals come from another CTA of the cluster.
+__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "wait_again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra wait_again;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ uint32_t cluster_cta_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Synchronises all threads of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
 }
 
 template <int kRegisters>

@@ -6,7 +6,7 @@
 namespace pageweaver {
 
 cudaError_t make_key_map(CUtensorMap* map, const void* k_cache, int64_t num_pages, int64_t num_kv_heads,
-                         int64_t stride_page, int64_t stride_token, int64_t stride_head) {
+                         int64_t stride_page, int64_t stride_token, int64_t stride_head, int box_tokens) {
     using Encode =
         CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                      const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -22,7 +22,7 @@ cudaError_t make_key_map(CUtensorMap* map, const void* k_cache, int64_t num_page
     const cuuint64_t strides[3] = {static_cast<cuuint64_t>(stride_token),
                                    static_cast<cuuint64_t>(stride_head),
                                    static_cast<cuuint64_t>(stride_page)};
-    const cuuint32_t box[4] = {kHeadDim, kPageSize, 1, 1}, steps[4] = {1, 1, 1, 1};
+    const cuuint32_t box[4] = {kHeadDim, static_cast<cuuint32_t>(box_tokens), 1, 1}, steps[4] = {1, 1, 1, 1};
     const CUresult result = reinterpret_cast<Encode>(entry)(
         map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 4, const_cast<void*>(k_cache), sizes, strides, box, steps,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

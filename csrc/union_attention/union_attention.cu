@@ -1,24 +1,30 @@
-// Union attention, FP8: each 64-row tile of head-rows (4 queries x 16 heads) traverses the pages that any of
-// its queries selected, in ascending order, with one online softmax a row. A query meets only pages it
-// selected: in all others its probabilities are 0 and its maximum stands, so no bit of its result depends on
-// which queries run with it.
+// Union attention, FP8: each 64-row tile of head-rows (4 queries x 16 heads) traverses the pages that any
+// of its queries selected, in ascending order, with one online softmax a row. A query meets only pages it
+// selected: in all others its probabilities are 0 and its maximum stands, so no bit of its result depends
+// on which queries run with it.
 //
-// Grid       one CTA a tile, two resident on an SM, the largest unions first; the tiles of a group share no
-// page stream. Threads    256. Warpgroup 0 produces: warp 0 copies K, warp 1 copies V^T. Warpgroup 1
-// consumes: its warp w holds rows
-//            16 w .. 16 w + 15, which is one query at group size 16.
-// Shared     K ring 3 x 16 KiB, V^T ring 3 x 16 KiB, Q 8 KiB (e4m3, until its fragments are in registers),
-// positions,
-//            page metadata, barriers: 105 KiB.
-// Registers  32 producing, 224 consuming: output 64, scores 64, half of a page's PV 32, Q and probabilities
-// 16 each. Pipeline   round j of the consumers:
-//              tensor cores    | PV(j-1) low | QK(j)    | PV(j-1) high |
-//              everything else |             | O low += | max S(j)     | O high +=; exp, pack P(j) |
-// Invariants full_*: one arrival of the producer and the bytes of the slot. empty_*: one arrival a consumer
-// warp, each
-//            for itself: an elected thread could release what a slower warp still reads. The tensor core
-//            keeps 13 bits of an accumulator's mantissa, so PV starts from zero in every page and is added to
-//            O in FP32: O = O * a + PV. docs/union_attention.md has the measurements behind each choice.
+// Grid: one CTA a tile, two resident on an SM, the largest unions first. kIndependent: the tiles of a group
+// share nothing. kCluster: the two tiles of a group are a cluster; each CTA copies half of every page of the
+// union to both, and passes over pages that its own queries did not select.
+//
+// Threads: 256. Warpgroup 0 produces: warp 0 copies K, warp 1 copies V^T. Warpgroup 1 consumes: its warp w
+// holds rows 16 w to 16 w + 15, which is one query at group size 16.
+//
+// Shared memory, 106 KiB: K ring 3 x 16 KiB, V^T ring 3 x 16 KiB, Q 8 KiB (e4m3, until its fragments are in
+// registers), ones 1 KiB, positions, page metadata, barriers.
+//
+// Registers: 32 producing, 224 consuming (output 64, scores 64, half of a page's PV 32, Q and probabilities
+// 16 each).
+//
+// Pipeline, round j of the consumers (kIndependent; kCluster runs the same steps one after another):
+//
+//   tensor cores     PV(j-1) low | QK(j)    | PV(j-1) high
+//   everything else              | O low += | max S(j)      | O high +=; exp, pack P(j)
+//
+// Invariants: full_* take one arrival of the producer and the bytes of the slot; empty_* one arrival of each
+// consumer warp of the CTA or cluster, each for itself: an elected thread could release what a slower warp
+// still reads. The tensor core keeps 13 bits of an accumulator's mantissa, so PV starts from zero in every
+// page and is added to O in FP32: O = O * a + PV. Measurements behind each choice: docs/union_attention.md.
 
 #include <cuda_bf16.h>
 
@@ -71,8 +77,20 @@ struct Ring {
     }
 };
 
-// Copies K (kIsKey) or V^T of every page that the tile's queries selected, ascending.
-template <bool kIsKey>
+// Gives a slot back to the producers that fill it.
+template <bool kIsCluster>
+__device__ __forceinline__ void release(uint64_t& barrier) {
+    if constexpr (kIsCluster) {
+        mbarrier_arrive_cluster(smem_address(&barrier), 0);
+        mbarrier_arrive_cluster(smem_address(&barrier), 1);
+    } else {
+        mbarrier_arrive(smem_address(&barrier));
+    }
+}
+
+// Copies K (kIsKey) or V^T of every page that the tile's queries selected, ascending; in a cluster this CTA's
+// half of every page of the union, to both.
+template <bool kIsCluster, bool kIsKey>
 __device__ void produce(const UnionParams& p, const CUtensorMap& key_map, SharedMemory& shared,
                         const Tile& tile) {
     const int lane = threadIdx.x % 32;
@@ -92,24 +110,36 @@ __device__ void produce(const UnionParams& p, const CUtensorMap& key_map, Shared
             mask = tile_mask(masks + int64_t{place} * p.mask_words, tile.index, p.queries_per_tile);
             source = sources[page];
         }
-        for (uint32_t wanted = __ballot_sync(kAllLanes, mask != 0); wanted; wanted &= wanted - 1) {
+        for (uint32_t wanted = __ballot_sync(kAllLanes, kIsCluster ? place < count : mask != 0); wanted;
+             wanted &= wanted - 1) {
             // The lane that holds the entry issues its copy.
             if (lane == __ffs(wanted) - 1) {
                 const int s = ring.stage;
                 const uint32_t full = smem_address(kIsKey ? &shared.full_key[s] : &shared.full_value[s]);
-                mbarrier_wait(smem_address(kIsKey ? &shared.empty_key[s] : &shared.empty_value[s]),
-                              ring.phase ^ 1);
+                const uint32_t empty = smem_address(kIsKey ? &shared.empty_key[s] : &shared.empty_value[s]);
+                if constexpr (kIsCluster)
+                    mbarrier_wait_cluster(empty, ring.phase ^ 1);
+                else
+                    mbarrier_wait(empty, ring.phase ^ 1);
                 if constexpr (kIsKey) {
                     shared.meta[s].mask = mask;
                     shared.meta[s].page = page;
                 }
                 mbarrier_arrive_expect_tx(full, kPageBytes);
-                if constexpr (kIsKey)
-                    cp_async_bulk_tensor(smem_address(shared.keys[s]), &key_map, full, 0, 0, tile.head,
-                                         source);
+                const int half = kIsCluster ? tile.index : 0;  // a tile's place in its group is its rank
+                const uint32_t target =
+                    smem_address(kIsKey ? shared.keys[s] : shared.values[s]) + half * (kPageBytes / 2);
+                const uint8_t* from =
+                    p.packed_v + int64_t{source} * kPackedPageBytes + half * (kPageBytes / 2);
+                if constexpr (kIsCluster && kIsKey)
+                    cp_async_bulk_tensor_multicast(target, &key_map, full, 3, 0, half * (kPageSize / 2),
+                                                   tile.head, source);
+                else if constexpr (kIsCluster)
+                    cp_async_bulk_multicast(target, from, kPageBytes / 2, full, 3);
+                else if constexpr (kIsKey)
+                    cp_async_bulk_tensor(target, &key_map, full, 0, 0, tile.head, source);
                 else
-                    cp_async_bulk(smem_address(shared.values[s]),
-                                  p.packed_v + int64_t{source} * kPackedPageBytes, kPageBytes, full);
+                    cp_async_bulk(target, from, kPageBytes, full);
             }
             __syncwarp();
             ring.advance();
@@ -125,6 +155,7 @@ __device__ __forceinline__ const Fragment& fragment(const uint32_t (&registers)[
 }
 
 // The consumer warpgroup: the whole life of one tile.
+template <bool kIsCluster>
 __device__ void consume(const UnionParams& p, SharedMemory& shared, const Tile& tile) {
     const int warp = threadIdx.x / 32 % kConsumerWarps, lane = threadIdx.x % 32;
     const int quad = lane % 4, row_low = lane / 4;
@@ -211,7 +242,7 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared, const Tile& 
         wgmma_wait_group<0>();
         add_product(acc_high);
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_value[value_ring.stage]));
+        if (lane == 0) release<kIsCluster>(shared.empty_value[value_ring.stage]);
         value_ring.advance();
     };
 
@@ -222,7 +253,7 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared, const Tile& 
             static_cast<uint32_t>(shared.meta[key_ring.stage].mask >> warp_slot) & all_members;
         const int page_start = shared.meta[key_ring.stage].page * kPageSize;
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_key[key_ring.stage]));
+        if (lane == 0) release<kIsCluster>(shared.empty_key[key_ring.stage]);
         key_ring.advance();
 
         float high0 = max0, high1 = max1;
@@ -294,7 +325,37 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared, const Tile& 
     const int rounds = p.tile_counts[tile.unit * p.tiles_per_group + tile.index];
 #pragma unroll
     for (int k = 0; k < 32; ++k) acc_low[k] = acc_high[k] = 0.0f;
-    if (rounds > 0) {
+    const auto multiply_values = [&] {
+        issue_pv_low();
+        wgmma_wait_group<0>();
+        add_low();
+        issue_pv(kHeadDim / 2);
+        finish_pv();
+    };
+    if constexpr (kIsCluster) {
+        // A CTA that waits for a page holds no slot, or the two could wait for each other: PV ends before the
+        // next page.
+        const int count = p.union_counts[tile.unit];
+        for (int place = 0; place < count; ++place) {
+            mbarrier_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
+            if (shared.meta[key_ring.stage].mask != 0) {
+                key_ready = true;
+                issue_qk();
+                wgmma_wait_group<0>();
+                softmax([] {});
+                multiply_values();
+            } else {
+                mbarrier_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
+                __syncwarp();
+                if (lane == 0) {
+                    release<kIsCluster>(shared.empty_key[key_ring.stage]);
+                    release<kIsCluster>(shared.empty_value[value_ring.stage]);
+                }
+                key_ring.advance();
+                value_ring.advance();
+            }
+        }
+    } else if (rounds > 0) {
         issue_qk();
         wgmma_wait_group<0>();
         softmax([] {});
@@ -307,11 +368,7 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared, const Tile& 
             wgmma_wait_group<1>();
             softmax(finish_pv);
         }
-        issue_pv_low();
-        wgmma_wait_group<0>();
-        add_low();
-        issue_pv(kHeadDim / 2);
-        finish_pv();
+        multiply_values();
     }
 
     // Normalise and store to the original rows.
@@ -353,19 +410,21 @@ __device__ void zero_padding_rows(const UnionParams& p) {
     }
 }
 
+template <bool kIsCluster>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     union_attention(const UnionParams p, const __grid_constant__ CUtensorMap key_map) {
     extern __shared__ __align__(1024) uint8_t raw_shared[];
     SharedMemory& shared = *reinterpret_cast<SharedMemory*>(raw_shared);
 
     // Barriers
+    constexpr int kReleases = kConsumerWarps * (kIsCluster ? 2 : 1);
     if (threadIdx.x == 0) {
         prefetch_tensormap(&key_map);
         for (int s = 0; s < kStages; ++s) {
             mbarrier_init(smem_address(&shared.full_key[s]), 1);
-            mbarrier_init(smem_address(&shared.empty_key[s]), kConsumerWarps);
+            mbarrier_init(smem_address(&shared.empty_key[s]), kReleases);
             mbarrier_init(smem_address(&shared.full_value[s]), 1);
-            mbarrier_init(smem_address(&shared.empty_value[s]), kConsumerWarps);
+            mbarrier_init(smem_address(&shared.empty_value[s]), kReleases);
         }
         fence_mbarrier_init();
     }
@@ -386,30 +445,41 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     tile.request = p.group_requests[group];
     tile.first_slot = p.group_offsets[group] + tile.index * p.queries_per_tile;
     tile.live_queries = min(p.group_offsets[group + 1] - tile.first_slot, p.queries_per_tile);
-    if (tile.live_queries <= 0) return;
+    if (!kIsCluster && tile.live_queries <= 0) return;
+    if constexpr (kIsCluster) cluster_sync();  // the other CTA's barriers are ready
 
     // Roles
     const int warp = threadIdx.x / 32;
     if (warp < kThreads / 32 - kConsumerWarps) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (warp == 0) produce<true>(p, key_map, shared, tile);
-        if (warp == 1) produce<false>(p, key_map, shared, tile);
+        if (warp == 0) produce<kIsCluster, true>(p, key_map, shared, tile);
+        if (warp == 1) produce<kIsCluster, false>(p, key_map, shared, tile);
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        consume(p, shared, tile);
+        consume<kIsCluster>(p, shared, tile);
+    }
+    // Neither CTA may end while the other still copies to it or releases its slots.
+    if constexpr (kIsCluster) {
+        __syncwarp();
+        cluster_sync();
     }
 }
 
 }  // namespace
 
-cudaError_t launch_union_attention(const UnionParams& p, const CUtensorMap& key_map, cudaStream_t stream) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        union_attention, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(SharedMemory)));
+cudaError_t launch_union_attention(const UnionParams& p, const CUtensorMap& key_map, Mapping mapping,
+                                   cudaStream_t stream) {
+    const bool is_cluster = mapping == Mapping::kCluster;
+    if (is_cluster && p.tiles_per_group != 2) return cudaErrorInvalidValue;
+    auto* const kernel = is_cluster ? union_attention<true> : union_attention<false>;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   static_cast<int>(sizeof(SharedMemory)));
     if (error != cudaSuccess) return error;
-    // One CTA at least: a call without a tile still zeroes its padding rows.
+    // One cluster at least: a call without a tile still zeroes its padding rows.
+    const int cluster = is_cluster ? 2 : 1;
     const int64_t tiles = int64_t{p.num_kv_heads} * p.max_groups * p.tiles_per_group;
-    return launch_dependent(union_attention, tiles < 1 ? 1 : tiles, kThreads, sizeof(SharedMemory), stream, p,
-                            key_map);
+    return launch_dependent(kernel, cluster, tiles < 1 ? cluster : tiles, kThreads, sizeof(SharedMemory),
+                            stream, p, key_map);
 }
 
 }  // namespace pageweaver

@@ -8,6 +8,12 @@
 
 namespace pageweaver {
 
+// How the tiles of a group meet CTAs. Results are the same bit for bit.
+enum class Mapping : int32_t {
+    kIndependent = 0,  // each tile is a CTA that loads the pages its own queries selected
+    kCluster = 1,  // the two tiles of a group are a cluster that shares the group's page stream by multicast
+};
+
 // Pointers are device addresses; strides are in elements.
 struct UnionParams {
     const void* q;  // bf16 [total_q, num_qo_heads, head_dim]
@@ -40,11 +46,11 @@ struct UnionParams {
 };
 
 // K as it lies in the cache: a tensor map over [num_pages, num_kv_heads, page_size, head_dim] bytes with the
-// 128-byte swizzle, one page of one head a copy. Strides are in bytes.
+// 128-byte swizzle, `box_tokens` tokens of one page and head a copy. Strides are in bytes.
 cudaError_t make_key_map(CUtensorMap* map, const void* k_cache, int64_t num_pages, int64_t num_kv_heads,
-                         int64_t stride_page, int64_t stride_token, int64_t stride_head);
+                         int64_t stride_page, int64_t stride_token, int64_t stride_head, int box_tokens);
 
-cudaError_t launch_union_attention(const UnionParams& params, const CUtensorMap& key_map,
+cudaError_t launch_union_attention(const UnionParams& params, const CUtensorMap& key_map, Mapping mapping,
                                    cudaStream_t stream);
 
 }  // namespace pageweaver

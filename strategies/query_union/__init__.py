@@ -19,6 +19,7 @@ from pageweaver.common.strategy import (
 from pageweaver.common.work import WorkReport
 from pageweaver.strategies.query_union.cuda import (
     CUDA_CAPABILITIES,
+    MAPPINGS,
     check_alignment,
     check_device,
     cuda_layout,
@@ -42,6 +43,20 @@ class QueryUnion(Strategy):
 
     Subclasses say how many queries make a group and in which order they run; the execution is one.
     Outputs do not depend on either, bit for bit: no query sees another's pages or softmax state.
+
+    Parameters
+    ----------
+    mapping : {"independent", "cluster"}
+        How the CUDA kernel runs a group of two tiles. "independent", the faster one: each tile is a CTA
+        that loads the pages its own queries selected. "cluster", the paper's: two CTAs share the group's
+        page stream by multicast. Outputs are the same bit for bit; the reference backend has no such choice.
+    **options
+        See `Strategy`.
+
+    Raises
+    ------
+    ValueError
+        `mapping` is not one of these, or "cluster" is asked of groups that are not two tiles.
     """
 
     tiles_per_group: ClassVar[int]
@@ -49,6 +64,13 @@ class QueryUnion(Strategy):
         "cuda": CUDA_CAPABILITIES,
         "reference": REFERENCE_CAPABILITIES,
     }
+
+    def __init__(self, *, mapping: str = "independent", **options: Any) -> None:
+        super().__init__(**options)
+        supported = MAPPINGS if self.tiles_per_group == 2 else MAPPINGS[:1]
+        if mapping not in supported:
+            raise ValueError(f"mapping: got {mapping!r}, supported by {self.name}: {supported}")
+        self.mapping = mapping
 
     def queries_per_group(self, problem: AttentionProblem) -> int:
         """Slots of a full group: ``tiles_per_group`` tiles of 64 head-rows."""
@@ -109,6 +131,7 @@ class QueryUnion(Strategy):
             workspace=workspace,
             queries_per_group=group,
             identity=ids is None,
+            mapping=self.mapping,
             views=views,
             **{name: views[name] for name in names},
         )

@@ -19,6 +19,8 @@ CUDA_CAPABILITIES = Capabilities(
 ALIGNMENT_BYTES = 16
 # Two tables of union sizes, the count of packed pages and of live groups; see csrc/prepare.
 COUNTERS = 2 * 256 + 2
+# Places are the codes of csrc/union_attention.
+MAPPINGS = ("independent", "cluster")
 _SCALES = ("softmax_scale", "k_scale", "v_scale")
 
 
@@ -170,6 +172,7 @@ def execute_cuda(
         "num_pages": problem.num_pages,
         "num_qo_heads": problem.num_qo_heads,
         "group_shift": problem.group_size.bit_length() - 1,
+        "mapping": MAPPINGS.index(schedule.mapping),
         "query_ids": 0 if schedule.identity else schedule.query_ids.data_ptr(),
     }
     with torch.cuda.device(problem.device):

@@ -37,6 +37,8 @@ class UnionSchedule(Schedule):
         Slots of a full group.
     identity : bool
         Whether `query_ids` is the original order.
+    mapping : str
+        How the CUDA kernel runs a group; see `QueryUnion`.
     views : dict
         Every buffer of the workspace, shaped for the problem: those above and what kernels keep beside.
     """
@@ -48,6 +50,7 @@ class UnionSchedule(Schedule):
     union_counts: torch.Tensor
     queries_per_group: int
     identity: bool
+    mapping: str
     views: dict[str, torch.Tensor]
 
 
