@@ -281,7 +281,7 @@ class TestSameBits:
         assert int(differ) == 0
 
     def test_scales_on_the_device(self, target: Target) -> None:
-        scales = {"k_scale": 0.7, "v_scale": 1.9, "softmax_scale": 0.11}
+        scales: dict[str, Any] = {"k_scale": 0.7, "v_scale": 1.9, "softmax_scale": 0.11}
         problem = random_problem(device=DEVICE, **scales)
         fetched = {name: torch.tensor(x, device=DEVICE) for name, x in scales.items()}
         assert_same_bits(target.run(replaced(problem, **fetched)), target.run(problem))
@@ -550,7 +550,7 @@ class TestC36Graphs:
 
     def problem(self, seed: int) -> pw.AttentionProblem:
         numbers = {"softmax_scale": 0.09 + 0.01 * seed, "k_scale": 0.5 + seed, "v_scale": 2.0 / (1 + seed)}
-        scales = {name: torch.tensor(x, device=DEVICE) for name, x in numbers.items()}
+        scales: dict[str, Any] = {name: torch.tensor(x, device=DEVICE) for name, x in numbers.items()}
         return random_problem(seed=seed, device=DEVICE, **GRAPH_SIZES, **scales)
 
     def test_replays(self, target: Target) -> None:
