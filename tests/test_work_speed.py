@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 import pageweaver as pw
 from pageweaver.common.supports import preset
 
-BUDGET_SECONDS = 5.0  # for all strategies but the offline search together, on two cores
+# For all strategies but the offline search together, on two cores; torch runs on one here (conftest.py).
+BUDGET_SECONDS = 5.0
 TRIES = 3  # another process may own the machine for a while
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", ["low", "interleaved"])
-def test_work_of_15272_queries(name: str, threads: None) -> None:
+def test_work_of_15272_queries(name: str) -> None:
     selection = preset(name)
     assert (selection.total_q, selection.topk) == (15272, 16)
     problem = pw.make_problem(selection)
