@@ -305,7 +305,8 @@ class Strategy(ABC):
         Parameters
         ----------
         problem : AttentionProblem
-            The problem of `schedule`, or one of the same shapes with the same selection.
+            The problem of `schedule`, or the same with other queries or scales: kernels pack V when they
+            prepare, so selection, caches and placement are the schedule's.
         schedule : Schedule
             From this strategy's `prepare`, the last one on its workspace.
         out : torch.Tensor, optional

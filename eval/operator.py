@@ -48,7 +48,8 @@ def make_arm(name: str, problem: AttentionProblem, rows: torch.Tensor, exact: to
     ValueError
         Its error against float64 on `rows` is above `MOST_NRMS`.
     """
-    strategy = load(name, backend="cuda")
+    base, _, mapping = name.partition("/")
+    strategy = load(base, backend="cuda", **({"mapping": mapping} if mapping else {}))
     complete, split = strategy.workspace(problem), strategy.workspace(problem)
     out = torch.full_like(problem.q, torch.nan)
     strategy(problem, out, workspace=complete)
@@ -56,7 +57,7 @@ def make_arm(name: str, problem: AttentionProblem, rows: torch.Tensor, exact: to
     if not error <= MOST_NRMS:
         raise ValueError(f"{name}: got NRMS {error:.4f} against float64, supported: at most {MOST_NRMS}")
     # Counted by the reference's schedule: counting may synchronise, timing may not.
-    work = load(name, backend="reference").work(problem).to_dict()
+    work = load(base, backend="reference").work(problem).to_dict()
     schedule = strategy.prepare(problem, split)
     calls: dict[str, Callable[[], object]] = {
         "complete": lambda: strategy(problem, out, workspace=complete),
@@ -110,7 +111,7 @@ def measure(
     ----------
     selections : sequence of Selection
     names : sequence of str
-        Strategies with a CUDA backend.
+        Strategies with a CUDA backend; ``union8/cluster`` is union8 in another mapping.
     seed : int
         Of queries, keys and values.
     command : str

@@ -119,7 +119,7 @@ def operator(
     ] = None,
     strategies: Annotated[
         str, typer.Option(metavar="A,B,...", help="Arms; they take turns in every round.")
-    ] = "per_query,union4,union8",
+    ] = "per_query,union4,union8,union8/cluster",
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of queries, keys and values.")] = 0,
     commit: Annotated[
         str | None, typer.Option(help="Commit to note in the rows where the folder has no git history.")
@@ -140,7 +140,8 @@ def operator(
     if not torch.cuda.is_available():
         raise pageweaver.UnsupportedDeviceError("bench needs a CUDA device; torch sees none")
     files.check_folder(output.parent)
-    arms = comparing.check_strategies([x.strip() for x in strategies.split(",") if x.strip()])
+    arms = [x.strip() for x in strategies.split(",") if x.strip()]
+    comparing.check_strategies([arm.partition("/")[0] for arm in arms])
     found = [s for word in selections or [default_captures()] for s in pageweaver.resolve_selection(word)]
     command = shlex.join(["pageweaver", *sys.argv[1:]])
     with progress_bar(console) as report:

@@ -89,6 +89,7 @@ __global__ void build_unions(PrepareParams p) {
     const int live_groups = p.counters[kLiveGroups];
     const int queries_per_group = p.queries_per_tile * p.tiles_per_group;
     int32_t* const pages_out = p.union_pages + unit * p.max_union;
+    uint32_t* const masks_out = p.union_masks + unit * mask_total;
     int32_t* const tile_counts_out = p.tile_counts + unit * p.tiles_per_group;
 
     if (group >= live_groups) {
@@ -100,6 +101,7 @@ __global__ void build_unions(PrepareParams p) {
         if (lane == 0) p.union_counts[unit] = 0;
         for (int t = lane; t < p.tiles_per_group; t += kWarp) tile_counts_out[t] = 0;
         for (int r = lane; r < p.max_union; r += kWarp) pages_out[r] = -1;
+        for (int i = lane; i < mask_total; i += kWarp) masks_out[i] = 0;
         return;
     }
 
@@ -191,7 +193,6 @@ __global__ void build_unions(PrepareParams p) {
             }
         }
     }
-    uint32_t* const masks_out = p.union_masks + unit * mask_total;
     for (int i = lane; i < mask_total; i += kWarp) masks_out[i] = masks[i];
     for (int r = count + lane; r < p.max_union; r += kWarp) pages_out[r] = -1;
 

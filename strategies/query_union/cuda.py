@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -92,7 +93,24 @@ def _strides(prefix: str, tensor: torch.Tensor, **dims: int) -> dict[str, int]:
     }
 
 
-def _schedule_arguments(problem: AttentionProblem, views: dict[str, torch.Tensor]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Metadata:
+    """Request metadata as kernels read it: contiguous. Copies live as long as this, past the launch."""
+
+    cu_seqlens_q: torch.Tensor
+    seqused_k: torch.Tensor
+    page_table: torch.Tensor
+
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> _Metadata:
+        return cls(
+            problem.cu_seqlens_q.contiguous(), problem.seqused_k.contiguous(), problem.page_table.contiguous()
+        )
+
+
+def _schedule_arguments(
+    problem: AttentionProblem, metadata: _Metadata, views: dict[str, torch.Tensor]
+) -> dict[str, Any]:
     heads, max_groups, max_union, mask_words = views["union_masks"].shape
     names = (
         "group_offsets group_requests union_pages union_masks union_counts tile_counts unit_order"
@@ -100,10 +118,10 @@ def _schedule_arguments(problem: AttentionProblem, views: dict[str, torch.Tensor
     )
     return {
         **{name: views[name].data_ptr() for name in names.split()},
-        "cu_seqlens_q": problem.cu_seqlens_q.data_ptr(),
-        "seqused_k": problem.seqused_k.data_ptr(),
-        "page_table": problem.page_table.data_ptr(),
-        "page_table_stride": problem.page_table.stride(0),
+        "cu_seqlens_q": metadata.cu_seqlens_q.data_ptr(),
+        "seqused_k": metadata.seqused_k.data_ptr(),
+        "page_table": metadata.page_table.data_ptr(),
+        "page_table_stride": problem.max_pages,
         "total_q": problem.total_q,
         "num_kv_heads": heads,
         "batch_size": problem.batch_size,
@@ -129,9 +147,10 @@ def prepare_cuda(problem: AttentionProblem, views: dict[str, torch.Tensor], iden
         Run in the original order; the kernel fills ``query_ids`` for whoever reads the schedule.
     """
     q2k = problem.q2k_indices
+    metadata = _Metadata.of(problem)
     ids = views["query_ids"].data_ptr()
     arguments = {
-        **_schedule_arguments(problem, views),
+        **_schedule_arguments(problem, metadata, views),
         **_strides("v", problem.v_cache, page=0, token=1, head=2),
         "q2k_indices": q2k.data_ptr(),
         "q2k_stride_head": q2k.stride(0),
@@ -151,6 +170,7 @@ def execute_cuda(
 ) -> None:
     """Run a prepared union schedule on the problem's device and current stream."""
     check_alignment("out", out)
+    metadata = _Metadata.of(problem)
     scales: dict[str, Any] = {}
     for name in _SCALES:
         scale = getattr(problem, name)
@@ -158,7 +178,7 @@ def execute_cuda(
         scales[name] = 1.0 if on_device else float(scale)
         scales[f"{name}_pointer"] = scale.data_ptr() if on_device else 0
     arguments = {
-        **_schedule_arguments(problem, schedule.views),
+        **_schedule_arguments(problem, metadata, schedule.views),
         **_strides("q", problem.q, row=0, head=1),
         **_strides("out", out, row=0, head=1),
         **_strides("k", problem.k_cache, page=0, token=1, head=2),

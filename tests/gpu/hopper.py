@@ -39,7 +39,14 @@ class KernelTarget(Target):
         return super().run(problem, strategy=strategy, workspace=workspace, nan_rows=nan_rows)
 
 
-TARGETS = tuple(KernelTarget(name, device="cuda", backend="cuda") for name in ("union4", "union8"))
+TARGETS = (
+    KernelTarget("union4", device="cuda", backend="cuda"),
+    KernelTarget("union8", device="cuda", backend="cuda"),
+    KernelTarget("union8", options={"mapping": "cluster"}, device="cuda", backend="cuda"),
+)
+
+# A kernel that waits for itself never returns to Python: only another thread can end the run then.
+WATCHDOG = pytest.mark.timeout(60, method="thread")
 
 
 def missing() -> str:

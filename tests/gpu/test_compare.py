@@ -20,4 +20,5 @@ def test_compare_times_what_is_built() -> None:
         assert here.work == there.work
         assert (here.time_ms is None) == (here.nrms_backend == "reference")
         assert here.time_ms is None or 0 < here.time_ms < 1000
-        assert here.nrms == pytest.approx(there.nrms, abs=0.01)
+        # A kernel may run in finer arithmetic than the reference: per_query widens to BF16.
+        assert 0 < here.nrms <= there.nrms + 0.01

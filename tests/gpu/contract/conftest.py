@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ...helpers import Target
-from ..hopper import TARGETS, missing
+from ..hopper import TARGETS, WATCHDOG, missing
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +26,11 @@ def target(request: pytest.FixtureRequest, kernels: None) -> Target:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Cases that no target runs are about the host; they run where they are defined."""
     here = Path(__file__).parent
-    on_host = [
-        item
-        for item in items
-        if isinstance(item, pytest.Function)
-        and here in item.path.parents
-        and "target" not in item.fixturenames
-    ]
+    on_host = []
+    for item in items:
+        if isinstance(item, pytest.Function) and here in item.path.parents:
+            item.add_marker(WATCHDOG)
+            if "target" not in item.fixturenames:
+                on_host.append(item)
     config.hook.pytest_deselected(items=on_host)
     items[:] = [item for item in items if item not in on_host]
