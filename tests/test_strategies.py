@@ -197,7 +197,7 @@ def test_threads_of_the_host(target: Target) -> None:
 
 class TestWorkspaces:
     def test_reuse_after_a_bigger_problem(self, target: Target) -> None:
-        bigger = random_problem(lengths=(90, 80), prefixes=(900, 50), topk=12, device=target.device)
+        bigger = random_problem(lengths=(90, 0, 80), prefixes=(900, 1, 50), topk=12, device=target.device)
         smaller = random_problem(lengths=(5, 0, 9), prefixes=(200, 1, 0), past_rows=2, device=target.device)
         workspace = target.load(bigger).workspace(bigger)
         first = target.run(bigger, workspace=workspace)

@@ -47,7 +47,8 @@ constexpr int kConsumerWarps = 4;
 constexpr int kPageBytes = kPageSize * kHeadDim, kOnesBytes = 8 * 128;
 constexpr uint32_t kE4m3Ones = 0x38383838u;
 
-constexpr float kPScaleLog2 = 8.0f;  // as in common/arithmetic.py
+constexpr float kPScaleLog2 = 8.0f;     // as in common/arithmetic.py
+constexpr float kLargeLogit = 8192.0f;  // base 2; above, FP32 rounds a logit by 2^-11 and more
 
 struct alignas(16) PageMeta {
     uint64_t mask;  // queries of the tile that selected the page
@@ -305,7 +306,20 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared, const Tile& 
             rescale1 = ex2_approx((max1 - top1) * factor1);
             max0 = high0;
             max1 = high1;
-            const float base0 = fmaf(-top0, factor0, kPScaleLog2), base1 = fmaf(-top1, factor1, kPScaleLog2);
+            // Logits so large that a maximum's rounding shows in an exponential: subtract before multiplying.
+            const bool large0 = fabsf(top0) * factor0 > kLargeLogit,
+                       large1 = fabsf(top1) * factor1 > kLargeLogit;
+            if (__any_sync(kAllLanes, large0 || large1)) {
+#pragma unroll
+                for (int k = 0; k < 16; ++k) {
+                    scores[4 * k] -= large0 ? top0 : 0.0f;
+                    scores[4 * k + 1] -= large0 ? top0 : 0.0f;
+                    scores[4 * k + 2] -= large1 ? top1 : 0.0f;
+                    scores[4 * k + 3] -= large1 ? top1 : 0.0f;
+                }
+            }
+            const float base0 = large0 ? kPScaleLog2 : fmaf(-top0, factor0, kPScaleLog2);
+            const float base1 = large1 ? kPScaleLog2 : fmaf(-top1, factor1, kPScaleLog2);
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
                 float e[8];

@@ -33,7 +33,7 @@ class Tuning:
         as a plain kernel does it.
     """
 
-    num_warps: int = 4
+    num_warps: int = 2
     num_stages: int = 3
     tokens: int = 64
     pairs: bool = True
