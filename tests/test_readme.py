@@ -37,7 +37,9 @@ def test_figures_are_the_rows() -> None:
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     medians = {(row["case"], row["arm"]): row["median_ms"] for row in rows if row["boundary"] == "complete"}
     table = README[README.index("## Measured") : README.index("## Limits")]
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line
+    ]
     arms = [re.sub(r"[`]", "", cell) for cell in lines[0][2:]]
     cells = 0
     for line in lines[2:]:
