@@ -2,7 +2,7 @@
 # make demo   all strategies compared on the page selections that come with the repository
 # make test   lint, then the tests
 # make lint   ruff, mypy, clang-format; `make format` rewrites what they can
-# make clean  removes the environment and everything built
+# make clean  removes the environment and everything built; measured results stay
 #
 # PYTHON names the interpreter (3.10 or later) that makes the environment, VENV where it stands.
 
@@ -16,7 +16,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPECHECK := build/typecheck/pageweaver
-FOLDERS := common strategies eval $(wildcard bridges)
+FOLDERS := common strategies eval
 
 # The Python sources are used in place; only these need another build.
 NATIVE_SOURCES := $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.in' \))

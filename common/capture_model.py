@@ -11,7 +11,7 @@ models a long text badly, and one that reads past the positions it was trained f
 `rope_base_factor` stretches its rotary embedding so that it can read there at all. Layers with a sliding
 window are left out, because what they read is decided by the window.
 
-Needs ``pip install 'pageweaver[capture]'``.
+Needs ``pip install '.[capture]'`` in the repository.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _register() -> None:
         from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         raise ImportError(
-            "a capture needs transformers 5 or later: pip install 'pageweaver[capture]'"
+            "a capture needs transformers 5 or later: pip install '.[capture]' in the repository"
         ) from error
 
     def capturing_attention(
@@ -513,7 +513,7 @@ def capture_model(
         chunk_tokens=chunk_tokens,
         progress=progress,
     )
-    # File names only: where they lie on this machine is nobody's business.
+    # File names only: a file that is passed on should not tell where its sources lay.
     shared = {
         **{k: v for k, v in captured[0].metadata.items() if k not in ("text_id", "layer", "kv_head")},
         "source_model": f"{label}: {captured[0].metadata['source_model']}",
@@ -548,9 +548,13 @@ def _load(model: str | os.PathLike[str], dtype: torch.dtype, rope_base_factor: f
             raise FileNotFoundError(f"model: got {path}, supported: an existing GGUF file")
         for package in ("gguf", "accelerate"):
             if importlib.util.find_spec(package) is None:
-                raise ImportError(f"a GGUF model needs {package}: pip install 'pageweaver[capture]'")
+                raise ImportError(f"a GGUF model needs {package}: pip install '.[capture]' in the repository")
         source, options, label = str(path.parent), {"gguf_file": path.name}, path.name
     else:
+        if not path.exists() and (path.is_absolute() or str(model).startswith(".") or len(path.parts) > 2):
+            raise FileNotFoundError(
+                f"model: got {path}, supported: an existing folder, a GGUF file or a hub name"
+            )
         source, options, label = str(model), {}, path.name if path.exists() else str(model)
     config = AutoConfig.from_pretrained(source, **options)
     if rope_base_factor != 1:

@@ -361,7 +361,7 @@ def sentence(results: Sequence[Result]) -> str:
 
 
 def _change(value: int, base: int, against: str = "") -> str:
-    return f" ({value / base - 1:+.1%}{against})" if base and value != base else ""
+    return f" ({value / base - 1:+.1%}{against})" if base and abs(value / base - 1) >= 0.0005 else ""
 
 
 def notes(comparisons: Sequence[Comparison]) -> str:
@@ -379,14 +379,13 @@ def notes(comparisons: Sequence[Comparison]) -> str:
             (first, end), *_ = spans
             where += f" (positions {first:,} to {end - 1:,})"
         parts.append(
-            f"NRMS: each strategy's own FP8 execution against float64 attention, on {_range(counts)} rows"
+            "NRMS: each strategy's own execution against float64 attention (FP8; per_query's GPU kernel"
+            f" computes in BF16), on {_range(counts)} rows"
             f" sampled from {where}, random q, k, v, seed {tested[0].seed}."
         )
     seconds = [r.search_seconds for c in comparisons for r in c.results if r.search_seconds is not None]
     if seconds:
-        parts.append(
-            f"Offline ids: searched ahead on the CPU, {min(seconds):.2f} to {max(seconds):.2f} s each."
-        )
+        parts.append(f"Offline ids: searched ahead on the CPU, at most {max(max(seconds), 0.01):.2f} s each.")
     if any(c.device.type == "cuda" for c in comparisons):
         parts.append(
             f"ms: complete call, median of {TIMED_CALLS} after {WARMUP_CALLS}, not captured in a graph; where"
@@ -449,7 +448,7 @@ def comparison_figure(comparisons: Sequence[Comparison]) -> Figure:
     panels[0].invert_yaxis()  # shared by all
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=2, frameon=False)
-    title = "Work of each strategy; shorter is less"
+    title = "Work of each strategy; fewer is better; partials and bytes are in the table"
     if len(comparisons) > len(shown):
         title += f" (first {len(shown)} of {len(comparisons)} selections)"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)

@@ -30,9 +30,9 @@ ENVIRONMENT: Mapping[str, str] = {}
 # Packages that only a part needs, and that part.
 OPTIONAL = {
     "triton": "only the GPU baselines need it; comes with CUDA builds of torch on Linux",
-    "transformers": "only `pageweaver capture` needs it: pip install 'pageweaver[capture]'",
-    "accelerate": "only `pageweaver capture` of GGUF files needs it: pip install 'pageweaver[capture]'",
-    "gguf": "only `pageweaver capture` of GGUF files needs it: pip install 'pageweaver[capture]'",
+    "transformers": "only `pageweaver capture` needs it: pip install '.[capture]'",
+    "accelerate": "only `pageweaver capture` of GGUF files needs it: pip install '.[capture]'",
+    "gguf": "only `pageweaver capture` of GGUF files needs it: pip install '.[capture]'",
 }
 KERNEL_CAPABILITY = (9, 0)
 # FP8 execution of normal inputs stays far under this; beyond it something is broken.

@@ -87,7 +87,8 @@ def sparse_prefill(
     return_lse : bool
         Also return the log-sum-exp.
     strategy : str
-        One of `available`; results of all but page_union are the same bit for bit.
+        One of `available`. Results are the same bit for bit, but for page_union and for per_query's CUDA
+        kernel, which computes in BF16; offline strategies need ids, see `load`.
     backend : {"cuda", "reference"}, optional
         Default by the device of `q`. Nothing falls back silently.
     arithmetic : {"fp8", "float32"}, optional

@@ -23,7 +23,7 @@ def test_code_runs() -> None:
     names: dict[str, object] = {}
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), names)
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))
