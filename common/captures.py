@@ -143,8 +143,8 @@ class Selection:
             )
         if isinstance(self.page_size, bool) or not isinstance(self.page_size, int | np.integer):
             raise TypeError(f"page_size: got {type(self.page_size).__name__}, supported: int")
-        if self.page_size < 1:
-            raise ValueError(f"page_size: got {self.page_size}, supported: at least 1 token")
+        if not 1 <= self.page_size <= _INT32_MAX:
+            raise ValueError(f"page_size: got {self.page_size}, supported: 1 to {_INT32_MAX} tokens")
         if not isinstance(self.metadata, Mapping):
             raise TypeError(f"metadata: got {type(self.metadata).__name__}, supported: a mapping")
         object.__setattr__(self, "q2k_indices", indices)
@@ -373,13 +373,17 @@ def _read_header(source: Path, metadata: Mapping[str, str] | None) -> dict[str, 
     try:
         header = json.loads((metadata or {})[_HEADER_KEY])
         name, version = header["format"], header["version"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{source} is no selection file: it lacks the header {_HEADER_KEY!r}") from error
     if name != FORMAT_NAME or version != FORMAT_VERSION:
         raise ValueError(
             f"{source}: got format {name!r} version {version!r}, supported: {FORMAT_NAME!r} version"
             f" {FORMAT_VERSION}"
         )
+    entries = header.get("selections")
+    named = isinstance(entries, list) and all(isinstance(e, dict) and "name" in e for e in entries)
+    if not named or not entries or len({e["name"] for e in entries}) != len(entries):
+        raise ValueError(f"{source}: its header is damaged: no list of selections with names of their own")
     result: dict[str, Any] = header
     return result
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -307,29 +306,31 @@ class AttentionProblem:
         """Queries whose heads fill one 64-row tile: 4 at group size 16."""
         return TILE_ROWS // self.group_size
 
-    @cached_property
+    @property
     def request_ids(self) -> torch.Tensor:
         """int64 ``[total_q]``: the request of every row; ``batch_size`` for rows past the last one."""
         rows = torch.arange(self.total_q, device=self.device)
         return torch.searchsorted(self.cu_seqlens_q[1:].long().contiguous(), rows, right=True)
 
-    @cached_property
+    @property
     def positions(self) -> torch.Tensor:
         """int64 ``[total_q]``: position c_i of every row in its request; -1 past the last request."""
         rows = torch.arange(self.total_q, device=self.device)
-        request = self.request_ids.clamp(max=max(self.batch_size - 1, 0))
         if self.batch_size == 0:
             return torch.full_like(rows, -1)
+        own = self.request_ids
+        request = own.clamp(max=self.batch_size - 1)
         ends = self.cu_seqlens_q[1:].long()[request]
         positions = self.seqused_k.long()[request] - ends + rows
-        return torch.where(self.request_ids < self.batch_size, positions, -1)
+        return torch.where(own < self.batch_size, positions, -1)
 
-    @cached_property
+    @property
     def support(self) -> torch.Tensor:
         """S_i of Eq. 2 in canonical form: int64 ``[num_kv_heads, total_q, topk]``.
 
         Visible logical pages, ascending and unique, then -1. Everything that the contract ignores
-        (ids out of range, future pages, duplicates, rows past the last request) is gone.
+        (ids out of range, future pages, duplicates, rows past the last request) is gone. Computed anew
+        each time, like `positions`: a serving engine writes new ids into the same buffers.
         """
         return canonical_support(self.q2k_indices, self.positions, self.page_size, self.max_pages)
 
@@ -407,8 +408,13 @@ def make_problem(
     max_pages = int(page_counts.max()) if len(page_counts) else 1
     num_pages = max(int(page_counts.sum()), 1)
     shape = (num_pages, selection.page_size, heads, HEAD_DIM)
-    q = torch.randn(total_q, heads * group_size, HEAD_DIM, generator=generator).bfloat16()
-    k_cache, v_cache = (torch.randn(shape, generator=generator).to(kv_dtype) for _ in range(2))
+    try:
+        q = torch.randn(total_q, heads * group_size, HEAD_DIM, generator=generator).bfloat16()
+        k_cache, v_cache = (torch.randn(shape, generator=generator).to(kv_dtype) for _ in range(2))
+    except RuntimeError as error:  # what torch's CPU allocator raises
+        raise MemoryError(
+            f"selection: got caches of shape {list(shape)}, which do not fit in memory"
+        ) from error
     physical = torch.randperm(num_pages, generator=generator).int()
     page_table = torch.zeros(len(lengths), max_pages, dtype=torch.int32)
     start = 0

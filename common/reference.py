@@ -79,17 +79,18 @@ def exact_attention(
     scale = problem.scale_tensor("softmax_scale", dtype) * problem.scale_tensor("k_scale", dtype)
     v_scale = problem.scale_tensor("v_scale", dtype)
     offsets = torch.arange(problem.page_size, device=problem.device)
+    support, request_ids, positions = problem.support, problem.request_ids, problem.positions
     for head in range(problem.num_kv_heads):
         heads = slice(head * group, (head + 1) * group)
         for start in range(0, len(rows), chunk):
             part = rows[start : start + chunk]
-            pages = problem.support[head, part]
+            pages = support[head, part]
             live = pages >= 0
             if not live.any():
                 continue
-            requests = problem.request_ids[part, None].expand_as(pages)
+            requests = request_ids[part, None].expand_as(pages)
             seen = live[..., None] & (
-                pages[..., None] * problem.page_size + offsets <= problem.positions[part, None, None]
+                pages[..., None] * problem.page_size + offsets <= positions[part, None, None]
             )
             seen = seen.reshape(len(part), tokens)
             keys, values = (

@@ -123,6 +123,7 @@ class Schedule:
     backend: str
     arithmetic: str
     shape: tuple[Any, ...]
+    sources: tuple[int, ...]
     workspace: Workspace = field(repr=False)
     prepared: int = field(init=False, repr=False)
 
@@ -143,6 +144,12 @@ def shape_key(problem: AttentionProblem) -> tuple[Any, ...]:
         str(problem.k_cache.dtype),
         str(problem.device),
     )
+
+
+def source_key(problem: AttentionProblem) -> tuple[int, ...]:
+    """Where the tensors lie that a schedule was made from; kernels keep some of their contents."""
+    names = ("k_cache", "v_cache", "cu_seqlens_q", "seqused_k", "page_table")
+    return tuple(getattr(problem, name).data_ptr() for name in names)
 
 
 class Strategy(ABC):
@@ -275,6 +282,8 @@ class Strategy(ABC):
     def prepare(self, problem: AttentionProblem, workspace: Workspace | None = None) -> Schedule:
         """Group queries and build the work lists of a problem.
 
+        Caches must be final: kernels pack V here.
+
         Parameters
         ----------
         problem : AttentionProblem
@@ -332,6 +341,11 @@ class Strategy(ABC):
                 f"schedule: got one of {schedule.strategy!r} for shapes {schedule.shape},"
                 f" supported: one of {self.name!r} for shapes {shape_key(problem)}"
             )
+        if schedule.sources != source_key(problem):
+            raise ValueError(
+                "schedule: got one made from other caches or request metadata, supported: one of these very"
+                " tensors (prepare again; q and scales alone may be others)"
+            )
         if schedule.prepared != schedule.workspace.prepared:
             raise ValueError(
                 "schedule: got one whose workspace was prepared again, supported: the last one of a workspace"
@@ -381,8 +395,13 @@ def _check_output(
         raise ValueError(f"{name}.shape: got {tuple(tensor.shape)}, supported: {shape}")
     if tensor.device != device:
         raise ValueError(f"{name}.device: got {tensor.device}, supported: {device}, the device of q")
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(f"{name}.stride(): got {tensor.stride()}, supported: no two elements in one place")
+    extent = 1  # elements that the dimensions so far reach over, smallest stride first
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel() and stride < extent:
+            raise ValueError(
+                f"{name}.stride(): got {tensor.stride()}, supported: no two elements in one place"
+            )
+        extent += (size - 1) * stride
 
 
 _REGISTRY: dict[str, type[Strategy]] = {}

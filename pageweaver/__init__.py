@@ -7,8 +7,15 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import torch
+
+if find_spec("pageweaver.strategies") is None:
+    raise ImportError(
+        f"pageweaver is the source folder {__path__[0]}, which lacks the parts that installing puts under it:"
+        " run from another folder, or install with `pip install -e .`"
+    )
 
 import pageweaver.strategies  # noqa: F401  (registers the strategies)
 from pageweaver.common.captures import Selection, load_selections, resolve_selection

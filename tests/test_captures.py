@@ -285,11 +285,20 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     save_file({"a": np.zeros(3, np.int16)}, path, metadata={"pageweaver": json.dumps(header)})
     with pytest.raises(ValueError, match=r"version 2, supported: .* 1"):
         load_selections(path)
-    del header["selections"]
     header["version"] = 1
-    save_file({"a": np.zeros(3, np.int16)}, path, metadata={"pageweaver": json.dumps(header)})
-    with pytest.raises(ValueError, match="header is damaged"):
-        load_selections(path)
+    entry = {
+        "name": "a",
+        "page_size": 2**70,
+        "cu_seqlens_q": [0, 3],
+        "seqused_k": [3],
+        "metadata": {},
+        "sha256": "",
+    }
+    for entries in ([], None, {}, [3], [entry, entry], [entry]):
+        damaged = json.dumps({**header, "selections": entries})
+        save_file({"a": np.zeros((1, 3, 1), np.int16)}, path, metadata={"pageweaver": damaged})
+        with pytest.raises(ValueError, match=r"header is damaged|page_size: got"):
+            load_selections(path)
 
 
 def test_save_refuses_what_it_cannot_store(tmp_path: Path) -> None:

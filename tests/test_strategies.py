@@ -334,6 +334,33 @@ class TestSchedules:
         target.load(second).execute(second, again)
         assert torch.equal(strategy.execute(first, strategy.prepare(first, workspace)), expected)
 
+    def test_other_tensors_are_refused(self, target: Target) -> None:
+        """Kernels keep V from when they prepared: caches and metadata must be those very tensors."""
+        problem = random_problem(seed=1, device=target.device)
+        strategy = target.load(problem)
+        schedule = strategy.prepare(problem)
+        for name in ("k_cache", "v_cache", "page_table", "cu_seqlens_q", "seqused_k"):
+            other = replaced(problem, **{name: getattr(problem, name).clone()})
+            with pytest.raises(ValueError, match="made from other caches or request metadata"):
+                strategy.execute(other, schedule)
+
+    def test_new_ids_in_the_same_buffers(self, target: Target) -> None:
+        """A serving engine writes the next layer's selection where the last one's was."""
+        problem = random_problem(seed=1, device=target.device)
+        before = target.run(problem)
+        problem.q2k_indices.copy_(torch.where(problem.q2k_indices > 1, problem.q2k_indices - 1, 0))
+        fresh = replaced(problem, q2k_indices=problem.q2k_indices.clone())
+        after = target.run(problem)
+        assert_same_bits(after, target.run(fresh))
+        assert not torch.equal(after.out, before.out)
+
+    @pytest.mark.parametrize("strides", [(128, 128, 1), (2048, 64, 1), (2048, 0, 1)])
+    def test_overlapping_output(self, target: Target, strides: tuple[int, ...]) -> None:
+        problem = random_problem(device=target.device)
+        buffer = torch.empty(59 * 2048, dtype=torch.bfloat16, device=target.device)
+        with pytest.raises(ValueError, match=r"out\.stride\(\): .*no two elements in one place"):
+            target.load(problem)(problem, buffer.as_strided((59, 16, 128), strides))
+
     def test_other_queries_in_the_same_schedule(self, target: Target) -> None:
         """q and scales may change under a schedule."""
         problem = random_problem(seed=1, device=target.device)

@@ -117,8 +117,10 @@ __global__ void build_unions(PrepareParams p) {
         }
     }
     const int request_end = p.cu_seqlens_q[request + 1];
-    const int first = p.cu_seqlens_q[request] + (group - p.group_starts[request]) * queries_per_group;
-    const int last = min(first + queries_per_group, request_end);
+    // Boundaries that pass total_q are refused in debug mode; here they must not lead out of the tensors.
+    const int first = min(
+        max(p.cu_seqlens_q[request] + (group - p.group_starts[request]) * queries_per_group, 0), p.total_q);
+    const int last = max(first, min(min(first + queries_per_group, request_end), p.total_q));
     if (head == 0 && lane == 0) {
         if (group == 0) p.group_offsets[0] = first;
         p.group_offsets[group + 1] = last;

@@ -11,10 +11,20 @@ cudaError_t make_key_map(CUtensorMap* map, const void* k_cache, int64_t num_page
         CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                      const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                      CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+    // A map cannot be empty: without a page it stands for one that nobody reads.
+    if (num_pages == 0) {
+        num_pages = 1;
+        k_cache = reinterpret_cast<const void*>(uintptr_t{256});
+    }
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
     const cudaError_t error =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+#endif
     if (error != cudaSuccess) return error;
     if (found != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
     const cuuint64_t sizes[4] = {kHeadDim, kPageSize, static_cast<cuuint64_t>(num_kv_heads),

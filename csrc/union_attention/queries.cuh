@@ -77,7 +77,9 @@ __device__ inline float quantize_rows(const UnionParams& p, uint8_t* shared_q, i
     const float softmax_scale = p.softmax_scale_pointer ? *p.softmax_scale_pointer : p.softmax_scale;
     const float k_scale = p.k_scale_pointer ? *p.k_scale_pointer : p.k_scale;
     const float factor = amax * (1.0f / kE4m3Max) * (softmax_scale * k_scale * kLog2e);
-    return fminf(fmaxf(factor, kLogitFactorMin), kLogitFactorMax);
+    // A scale that is NaN or negative yields NaN, not a plausible row.
+    if (factor < 0.0f) return NAN;
+    return factor > kLogitFactorMax ? kLogitFactorMax : factor < kLogitFactorMin ? kLogitFactorMin : factor;
 }
 
 }  // namespace pageweaver

@@ -412,7 +412,7 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared, const Tile& 
 
 // Rows that belong to no request: zeros and an LSE of -inf.
 __device__ void zero_padding_rows(const UnionParams& p) {
-    for (int64_t row = int64_t{p.cu_seqlens_q[p.batch_size]} + blockIdx.x; row < p.total_q;
+    for (int64_t row = max(p.cu_seqlens_q[p.batch_size], 0) + int64_t{blockIdx.x}; row < p.total_q;
          row += gridDim.x) {
         for (int i = threadIdx.x; i < p.num_qo_heads * kHeadDim; i += kThreads)
             static_cast<__nv_bfloat16*>(

@@ -20,6 +20,7 @@ from pageweaver.common.strategy import (
     Workspace,
     register,
     shape_key,
+    source_key,
 )
 from pageweaver.common.work import WorkReport
 from pageweaver.strategies.page_union.pairing import incidence, propose_pairs, work_lists
@@ -171,6 +172,7 @@ class PageUnion(Strategy):
             backend=backend,
             arithmetic=arithmetic,
             shape=shape_key(problem),
+            sources=source_key(problem),
             workspace=workspace,
             **views,
         )
@@ -234,6 +236,7 @@ def produce_partials(problem: AttentionProblem, schedule: PageSchedule, head: in
     q, logit_factor = arithmetic.load_q(problem.q[:, heads], factor)
     tokens = torch.arange(problem.page_size, device=problem.device)
     one = torch.ones((), device=problem.device)
+    positions, request_ids = problem.positions, problem.request_ids
     offsets = schedule.unit_offsets[head].long()
     members = int(offsets[-1])
     unit = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=problem.device), offsets.diff())
@@ -248,9 +251,9 @@ def produce_partials(problem: AttentionProblem, schedule: PageSchedule, head: in
             if len(index) == 0:
                 continue
             owner = query[index]
-            seen = page[index, None] * problem.page_size + tokens <= problem.positions[owner, None]
+            seen = page[index, None] * problem.page_size + tokens <= positions[owner, None]
             keys, values = (
-                gather_pages(problem, cache, head, problem.request_ids[owner], page[index])
+                gather_pages(problem, cache, head, request_ids[owner], page[index])
                 .float()
                 .masked_fill_(~seen[..., None], 0)
                 for cache in (problem.k_cache, problem.v_cache)

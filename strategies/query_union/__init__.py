@@ -15,6 +15,7 @@ from pageweaver.common.strategy import (
     Workspace,
     register,
     shape_key,
+    source_key,
 )
 from pageweaver.common.work import WorkReport
 from pageweaver.strategies.query_union.cuda import (
@@ -128,6 +129,7 @@ class QueryUnion(Strategy):
             backend=backend,
             arithmetic=arithmetic,
             shape=shape_key(problem),
+            sources=source_key(problem),
             workspace=workspace,
             queries_per_group=group,
             identity=ids is None,

@@ -64,7 +64,7 @@ def check_device(problem: AttentionProblem) -> None:
 
 
 def check_alignment(name: str, tensor: torch.Tensor) -> None:
-    """Refuse addresses or strides that are no multiple of 16 bytes.
+    """Refuse addresses or strides that are no multiple of 16 bytes, and expanded keys.
 
     Raises
     ------
@@ -78,6 +78,10 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
             f" supported: {ALIGNMENT_BYTES}-byte alignment"
         )
     for dim, (length, stride) in enumerate(zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)):
+        if length > 1 and stride == 0 and name == "k_cache":
+            raise ValueError(
+                f"{name}.stride({dim}): got 0 (an expanded tensor), supported: pages with memory of their own"
+            )
         if length > 1 and (stride * size) % ALIGNMENT_BYTES:
             raise ValueError(
                 f"{name}.stride({dim}): got {stride * size} bytes,"
@@ -170,6 +174,12 @@ def execute_cuda(
 ) -> None:
     """Run a prepared union schedule on the problem's device and current stream."""
     check_alignment("out", out)
+    for name in ("query_ids", "group_offsets", "union_pages", "union_masks", "union_counts"):
+        if getattr(schedule, name) is not schedule.views[name]:
+            raise ValueError(
+                f"schedule.{name}: got a replaced tensor, supported on cuda: what prepare made"
+                " (pass query_ids to prepare to run in another order)"
+            )
     metadata = _Metadata.of(problem)
     scales: dict[str, Any] = {}
     for name in _SCALES:

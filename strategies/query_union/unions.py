@@ -19,6 +19,9 @@ MASK_WORD_BITS = 32
 class UnionSchedule(Schedule):
     """Groups of execution slots and the pages each group traverses.
 
+    Fields are for reading: kernels derive more from them. To run in another order pass ``query_ids`` to
+    `QueryUnion.prepare`.
+
     Attributes
     ----------
     query_ids : torch.Tensor
@@ -99,12 +102,13 @@ def check_query_ids(problem: AttentionProblem, query_ids: torch.Tensor) -> torch
     rows = torch.arange(problem.total_q, device=problem.device)
     ids = query_ids.long()
     inside = (ids >= 0) & (ids < problem.total_q)
-    own = problem.request_ids[ids.clamp(0, max(problem.total_q - 1, 0))] == problem.request_ids
+    request_ids = problem.request_ids
+    own = request_ids[ids.clamp(0, max(problem.total_q - 1, 0))] == request_ids
     if not bool((inside & own).all()) or not bool((ids.sort(dim=1).values == rows).all()):
         raise ValueError(
             "query_ids: got ids that repeat or leave a request, supported: a bijection in each request"
         )
-    past = problem.request_ids == problem.batch_size
+    past = request_ids == problem.batch_size
     if not bool((ids[:, past] == rows[past]).all()):
         raise ValueError("query_ids: got moved rows past cu_seqlens_q[-1], supported: identity there")
     return query_ids
@@ -139,9 +143,10 @@ def build_unions(problem: AttentionProblem, views: dict[str, torch.Tensor], quer
     if max_groups == 0 or problem.max_pages == 0:
         return
     slots = torch.arange(problem.total_q, device=problem.device)
+    support = problem.support
     slot_group = torch.searchsorted(offsets[1:].contiguous(), slots, right=True).clamp(max=max_groups - 1)
     for head in range(problem.num_kv_heads):
-        pages = problem.support[head, views["query_ids"][head].long()]
+        pages = support[head, views["query_ids"][head].long()]
         slot, column = (pages >= 0).nonzero(as_tuple=True)
         group, page = slot_group[slot], pages[slot, column]
         unions, visit = torch.unique(group * problem.max_pages + page, return_inverse=True)
@@ -191,6 +196,7 @@ def execute_reference(
     factor = problem.scale_tensor("softmax_scale") * problem.scale_tensor("k_scale")
     v_scale = problem.scale_tensor("v_scale")
     tokens = torch.arange(problem.page_size, device=problem.device)
+    positions, request_ids = problem.positions, problem.request_ids
     chunk = max(1, CHUNK_BYTES // (4 * 4 * problem.page_size * problem.head_dim))
     for head in range(problem.num_kv_heads):
         heads = slice(head * problem.group_size, (head + 1) * problem.group_size)
@@ -204,9 +210,9 @@ def execute_reference(
             for first in range(start, start + step, chunk):
                 part = slice(first, min(first + chunk, start + step))
                 index, pages = query[part], page[part]
-                seen = pages[:, None] * problem.page_size + tokens <= problem.positions[index, None]
+                seen = pages[:, None] * problem.page_size + tokens <= positions[index, None]
                 keys, values = (
-                    gather_pages(problem, cache, head, problem.request_ids[index], pages)
+                    gather_pages(problem, cache, head, request_ids[index], pages)
                     .float()
                     .masked_fill_(~seen[..., None], 0)
                     for cache in (problem.k_cache, problem.v_cache)

@@ -767,6 +767,28 @@ class TestC48LaunchErrors:
         assert_same_bits(target.run(problem), expected)
 
 
+def test_expanded_keys_are_refused(target: Target) -> None:
+    problem = random_problem(device="cuda")
+    page = problem.k_cache[:1].contiguous()
+    with pytest.raises(ValueError, match=r"k_cache\.stride\(0\): got 0 \(an expanded tensor\)"):
+        target.run(replaced(problem, k_cache=page.expand_as(problem.k_cache)))
+
+
+def test_cache_without_a_page(target: Target) -> None:
+    """Nothing is selected, for there is nothing."""
+    problem = random_problem(lengths=(), prefixes=(), device="cuda")
+    assert_empty(target.run(replaced(problem, k_cache=problem.k_cache[:0], v_cache=problem.v_cache[:0])))
+
+
+def test_unusable_device_scales(target: Target) -> None:
+    """Nobody reads a scale on the host: a NaN or negative one shows, it gives no plausible row."""
+    for value in (torch.nan, -1.0):
+        problem = random_problem(device="cuda", k_scale=torch.tensor(value, device="cuda"))
+        out = target.load(problem)(problem)
+        seen = (problem.support >= 0).any(dim=2)[0]
+        assert out[seen].isnan().all() and (out[~seen] == 0).all()
+
+
 def test_narrow_page_table(target: Target) -> None:
     """Lengths on a device are never checked: ids past the table's width are not looked up."""
     problem = paged_case([[0, 1, 2, 3]] * 3, prefixes=[400], v=page_number, device=DEVICE)
