@@ -84,8 +84,10 @@ def _versions() -> list[Finding]:
 
 def find_nvcc() -> str | None:
     """The CUDA compiler that a build would find."""
+    if named := os.environ.get("CUDACXX"):
+        return shutil.which(named)
     folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    candidates = [os.environ.get("CUDACXX"), shutil.which("nvcc")]
+    candidates = [shutil.which("nvcc")]
     candidates += [shutil.which("nvcc", path=str(Path(folder) / "bin")) for folder in folders if folder]
     return next((c for c in candidates if c and shutil.which(c)), None)
 

@@ -137,13 +137,13 @@ def _commit() -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def check_folder(path: Path) -> None:
-    """Refuse, before any work, a folder that `write_files` could not write to.
+def check_folder(path: Path, *names: str) -> None:
+    """Refuse, before any work, a folder that `write_files` could not write these files to.
 
     Raises
     ------
     ValueError
-        `path` or a parent is a file.
+        `path` or a parent is a file, or a name is empty or a folder's.
     PermissionError
         The nearest existing parent is not writable.
     """
@@ -152,6 +152,9 @@ def check_folder(path: Path) -> None:
         existing = existing.parent
     if not existing.is_dir():
         raise ValueError(f"output: got {path}, supported: a folder ({existing} is a file)")
+    for name in names:
+        if not name or (path / name).is_dir():
+            raise ValueError(f"output: got {path / name}, supported: a file (this is a folder)")
     if not os.access(existing, os.W_OK):
         raise PermissionError(
             f"output: got {path}, supported: a folder that can be written ({existing} cannot)"

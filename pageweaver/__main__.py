@@ -25,6 +25,7 @@ import pageweaver
 from pageweaver.eval.output import default_captures, progress_bar
 
 MAX_SEED = 2**32 - 1
+SHOWN_TABLES = 10  # of a comparison; a capture file may hold a hundred selections
 EXPECTED_ERRORS = (
     FileNotFoundError,
     ImportError,
@@ -139,7 +140,7 @@ def operator(
     console = Console()
     if not torch.cuda.is_available():
         raise pageweaver.UnsupportedDeviceError("bench needs a CUDA device; torch sees none")
-    files.check_folder(output.parent)
+    files.check_folder(output.parent, output.name)
     arms = [x.strip() for x in strategies.split(",") if x.strip()]
     comparing.check_strategies([arm.partition("/")[0] for arm in arms])
     found = [s for word in selections or [default_captures()] for s in pageweaver.resolve_selection(word)]
@@ -208,7 +209,7 @@ def compare(
         raise pageweaver.UnsupportedDeviceError(
             "device: got cuda, but torch sees no GPU; `pageweaver doctor` says why"
         )
-    files.check_folder(output)
+    files.check_folder(output, "compare.jsonl", "compare.png")
     found = [s for word in selections or [default_captures()] for s in pageweaver.resolve_selection(word)]
     done = []
     with progress_bar(console) as report:
@@ -222,7 +223,8 @@ def compare(
                 device=place,
                 progress=files.part_of(report, index, len(found)),
             )
-            comparing.print_comparison(console, comparison)
+            if index < SHOWN_TABLES:
+                comparing.print_comparison(console, comparison)
             done.append(comparison)
         report(1.0, "plot")
         origin = files.provenance(place)
@@ -233,6 +235,8 @@ def compare(
         }
         files.write_files(output, written)
     took = time.perf_counter() - began
+    if len(done) > SHOWN_TABLES:
+        _say(console, f"{len(done) - SHOWN_TABLES} more tables are left out; their rows are in the file.")
     console.print(Text(comparing.notes(done), style="dim"))
     _say(console, f"Wrote {output / 'compare.jsonl'} ({len(lines)} rows) and compare.png in {took:.0f} s.")
 
@@ -254,10 +258,9 @@ def survey(
     from pageweaver.eval import survey as surveying
 
     console = Console()
-    files.check_folder(output)
+    files.check_folder(output, "survey.jsonl", "survey.png")
     with progress_bar(console) as report:
         observations = surveying.survey(selections or [default_captures()], group, report)
-    surveying.print_survey(console, observations)
     origin = files.provenance(torch.device("cpu"))
     lines = [{**row, **origin} for row in surveying.json_rows(observations)]
     files.write_files(
@@ -267,6 +270,7 @@ def survey(
             "survey.png": files.png(surveying.survey_figure(observations)),
         },
     )
+    surveying.print_survey(console, observations)
     _say(console, f"Wrote {output / 'survey.jsonl'} ({len(lines)} rows) and survey.png.")
 
 
@@ -276,11 +280,20 @@ def search(
     selection: Annotated[str, typer.Argument(metavar="SELECTION", help=f"One selection: {SELECTION_HELP}")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="Gets the query ids (safetensors).")],
     window: Annotated[Window, typer.Option(help="Queries a search window.")] = Window.w2048,
-    objective: Annotated[Objective, typer.Option(help="What the greedy minimises.")] = Objective.visits,
+    objective: Annotated[Objective, typer.Option(help="What the search minimises.")] = Objective.visits,
     group_size: Annotated[int, typer.Option(help="Query heads a KV head: 1, 2, 4, 8 or 16.")] = 16,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="About how long to improve the greedy's order; 0: not at all.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the improving search.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the ids in the output file.")] = False,
 ) -> None:
-    """Search query ids for an offline strategy and save them with the selection's hash."""
+    """Search query ids for an offline strategy and save them with the selection's hash.
+
+    Ctrl-C ends an improving search early: the best ids so far are saved.
+    """
     from pageweaver.eval.compare import counting_problem
+    from pageweaver.strategies.regroup.offline import OfflineSearch, check_seconds
 
     console = Console()
     found = pageweaver.resolve_selection(selection)
@@ -291,31 +304,58 @@ def search(
         )
     if not output.absolute().parent.is_dir():
         raise FileNotFoundError(f"output: got {output}, supported: a file in an existing folder")
+    check_seconds(seconds)
+    if resume and seconds == 0:
+        raise ValueError("seconds: got 0 with --resume, supported: above 0, the time to go on for")
+    start = pageweaver.OfflineIds.load(output) if resume else None
     chosen = found[0]
     problem = counting_problem(chosen, group_size)
     began = time.perf_counter()
+    text = f"{chosen.name}, window {window.value}"
+    interrupted = False
     with progress_bar(console) as report:
-        report(0.0, f"{chosen.name}, window {window.value}")
-        ids = pageweaver.search(
+        report(0.0, text)
+        running = OfflineSearch(
             chosen,
             window=int(window.value),
             objective=objective.value,
             group_size=group_size,
-            progress=lambda fraction: report(fraction, f"{chosen.name}, window {window.value}"),
+            seed=seed,
+            start=start,
+            progress=None if seconds > 0 else lambda fraction: report(fraction, text),
         )
+        if seconds > 0:
+            try:
+                running.run(seconds, lambda fraction: report(fraction, text))
+            except KeyboardInterrupt:
+                interrupted = True
     took = time.perf_counter() - began
+    ids = running.ids()
+    ids.save(output)
+    if interrupted:
+        errors = Console(stderr=True)
+        errors.print(f"Interrupted; {output} has the best found so far.", style="yellow", soft_wrap=True)
+        raise typer.Exit(130)
     before = pageweaver.load("union8").work(problem)
     after = pageweaver.load(f"offline_w{window.value}", ids=ids).work(problem)
-    ids.save(output)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("order")
     for heading in ("visits", "reuse", "rounds"):
         table.add_column(heading, justify="right")
-    for name, work in (("original (union8)", before), (f"searched, window {window.value}", after)):
-        table.add_row(name, f"{work.visits:,}", f"{work.reuse:.2f}", f"{work.rounds:,}")
+    edges = before.reuse * before.visits
+    rows = [("original (union8)", before.visits, before.rounds)]
+    if seconds > 0:
+        rows.append(("greedy", ids.greedy_visits, ids.greedy_rounds))
+    rows.append((f"searched, window {window.value}", after.visits, after.rounds))
+    for name, visits, rounds in rows:
+        table.add_row(name, f"{visits:,}", f"{edges / visits:.2f}" if visits else "-", f"{rounds:,}")
     if before.visits:
         change = [f"{getattr(after, x) / getattr(before, x) - 1:+.1%}" for x in ("visits", "reuse", "rounds")]
         table.add_row("change", *change, style="dim")
+    by_rounds = objective is Objective.rounds
+    table.add_row(
+        "lower bound", "-" if by_rounds else f"{ids.bound:,}", "-", f"{ids.bound:,}" if by_rounds else "-"
+    )
     console.print(Text(chosen.name, style="bold"))
     console.print(table)
     _say(console, f"Wrote {output} after {took:.2f} s of search for {objective.value}.")

@@ -111,7 +111,7 @@ def test_select_pages_refuses() -> None:
 
 
 def tiny_llama(**changes: Any) -> Any:
-    transformers = pytest.importorskip("transformers", reason="pageweaver[capture] is not installed")
+    transformers = pytest.importorskip("transformers", reason="the extra [capture] is not installed")
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
@@ -268,7 +268,7 @@ def test_refusals(options: dict[str, Any], words: str) -> None:
 
 
 def test_windowed_layers_are_left_out() -> None:
-    transformers = pytest.importorskip("transformers", reason="pageweaver[capture] is not installed")
+    transformers = pytest.importorskip("transformers", reason="the extra [capture] is not installed")
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -302,7 +302,7 @@ def test_a_text_past_the_training_length_is_called_out() -> None:
 
 
 def test_a_model_with_learned_positions() -> None:
-    transformers = pytest.importorskip("transformers", reason="pageweaver[capture] is not installed")
+    transformers = pytest.importorskip("transformers", reason="the extra [capture] is not installed")
     config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     model = transformers.GPT2LMHeadModel(config)
     selections = capture_tokens(model, token_ids(60), page_size=PAGE, topk=2, chunk_tokens=25)
@@ -317,7 +317,7 @@ def test_a_model_with_learned_positions() -> None:
 @pytest.fixture
 def saved_model(tmp_path: Path) -> Path:
     """A folder with the tiny model and a tokenizer of one token per word."""
-    transformers = pytest.importorskip("transformers", reason="pageweaver[capture] is not installed")
+    transformers = pytest.importorskip("transformers", reason="the extra [capture] is not installed")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{i}": i for i in range(VOCABULARY - 1)} | {"<unk>": VOCABULARY - 1}

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import pageweaver as pw
 from pageweaver.common.captures import save_selections
 from pageweaver.common.supports import preset, streams
+from pageweaver.eval.compare import counting_problem
 from pageweaver.eval.doctor import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,6 +145,10 @@ def test_compare_without_arguments_takes_the_real_captures(tmp_path: Path) -> No
         ("survey text.txt", "Error: text.txt is not a readable safetensors file"),
         ("search SMALL --output ids.safetensors", "Error: selection: got 2 of"),
         ("search SMALL:synthetic.mid --output no/ids", "Error: output: got no/ids"),
+        ("search SMALL:synthetic.mid --output ids --resume", "Error: seconds: got 0 with --resume"),
+        ("search SMALL:synthetic.mid --output ids --seconds nan", "Error: seconds: got nan"),
+        ("search SMALL:synthetic.mid --output ids --seconds 1 --resume", "ids"),
+        ("search SMALL:synthetic.mid --output text.txt --seconds 1 --resume", "Error: path: got 'text.txt'"),
         ("capture model text.txt out.st --layers 1-x", "Error: layers: got '1-x', supported: numbers"),
     ],
 )
@@ -225,9 +231,82 @@ def test_search_then_run_the_ids(
         assert re.search(re.escape(label) + cells, done.stdout), done.stdout
 
 
+def test_search_goes_on(selections: list[pw.Selection], selection_file: Path, tmp_path: Path) -> None:
+    selection = selections[1]
+    words = ["search", f"{selection_file}:{selection.name}", "--output", "ids.safetensors", "--window", "512"]
+    done = run(*words, "--seconds", "0.3", "--seed", "5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first = pw.OfflineIds.load(tmp_path / "ids.safetensors")
+    assert first.bound <= first.visits < first.greedy_visits
+    assert re.search(rf"greedy\s+{first.greedy_visits:,}\s+\S+\s+{first.greedy_rounds:,}\n", done.stdout)
+    assert re.search(rf"searched, window 512\s+{first.visits:,}\s+\S+\s+{first.rounds:,}\n", done.stdout)
+    assert re.search(rf"lower bound\s+{first.bound:,}\s+-\s+-\n", done.stdout)
+
+    done = run(*words, "--seconds", "0.2", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    second = pw.OfflineIds.load(tmp_path / "ids.safetensors")
+    assert (second.visits, second.rounds) <= (first.visits, first.rounds)
+    assert second.greedy_visits == first.greedy_visits
+    problem = pw.make_problem(selection)
+    assert torch.equal(pw.load("offline_w512", ids=second)(problem), pw.load("union8")(problem))
+
+    before = (tmp_path / "ids.safetensors").read_bytes()
+    for change, message in (
+        (["--objective", "rounds"], "start.objective: got visits, supported: rounds"),
+        (["--window", "2048"], "start.window: got 512, supported: 2048"),
+        (["--group-size", "8"], "start.queries_per_group: got 8, supported: 16"),
+    ):
+        done = run(*words, "--seconds", "1", "--resume", *change, cwd=tmp_path)
+        assert done.returncode == 2 and done.stderr.startswith(f"Error: {message}")
+    words[1] = f"{selection_file}:{selections[0].name}"
+    done = run(*words, "--seconds", "1", "--resume", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("Error: start.selection_sha256: got")
+    assert (tmp_path / "ids.safetensors").read_bytes() == before
+
+
+def test_ctrl_c_keeps_the_best_ids_so_far(tmp_path: Path) -> None:
+    # The bar, on a terminal alone, would say when the search runs; a pipe says nothing, so the call does.
+    code = """
+import sys
+from pageweaver.__main__ import main
+from pageweaver.strategies.regroup import offline
+
+inner = offline.run_slices
+
+def told(*arguments):
+    print("searching", flush=True)
+    inner(*arguments)
+
+offline.run_slices = told
+main()
+"""
+    words = ["search", f"{CAPTURES}:austen-a.L4.h1", "--output", "ids", "--window", "512", "--seconds", "200"]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "searching\n"
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (output, errors) == ("", "Interrupted; ids has the best found so far.\n")
+    assert [p.name for p in tmp_path.iterdir()] == ["ids"]
+    ids = pw.OfflineIds.load(tmp_path / "ids")
+    assert ids.bound <= ids.visits < ids.greedy_visits < 44_994
+    selection = pw.resolve_selection(f"{CAPTURES}:austen-a.L4.h1")[0]
+    work = pw.load("offline_w512", ids=ids).work(counting_problem(selection, 16))
+    assert (work.visits, work.rounds) == (ids.visits, ids.rounds)
+
+
 def test_capture(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="pageweaver[capture] is not installed")
-    tokenizers = pytest.importorskip("tokenizers", reason="pageweaver[capture] is not installed")
+    transformers = pytest.importorskip("transformers", reason="the extra [capture] is not installed")
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra [capture] is not installed")
     words = [f"w{i}" for i in range(50)]
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "w0"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -258,7 +337,7 @@ def test_capture_says_how_to_get_what_it_needs(tmp_path: Path) -> None:
     env = environment(PYTHONPATH=str(fakes))
     done = run("capture", "model", "book.txt", "out.safetensors", cwd=tmp_path, env=env)
     assert done.returncode == 2
-    assert done.stderr.startswith("Error: ") and "pip install 'pageweaver[capture]'" in done.stderr
+    assert done.stderr.startswith("Error: ") and "pip install '.[capture]'" in done.stderr
     assert not (tmp_path / "out.safetensors").exists()
 
 
