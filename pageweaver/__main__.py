@@ -349,13 +349,11 @@ def search(
     rows.append((f"searched, window {window.value}", after.visits, after.rounds))
     for name, visits, rounds in rows:
         table.add_row(name, f"{visits:,}", f"{edges / visits:.2f}" if visits else "-", f"{rounds:,}")
+    visits, rounds = running.bounds()
+    table.add_row("lower bound", f"{visits:,}", "-", f"{rounds:,}")
     if before.visits:
         change = [f"{getattr(after, x) / getattr(before, x) - 1:+.1%}" for x in ("visits", "reuse", "rounds")]
         table.add_row("change", *change, style="dim")
-    by_rounds = objective is Objective.rounds
-    table.add_row(
-        "lower bound", "-" if by_rounds else f"{ids.bound:,}", "-", f"{ids.bound:,}" if by_rounds else "-"
-    )
     console.print(Text(chosen.name, style="bold"))
     console.print(table)
     _say(console, f"Wrote {output} after {took:.2f} s of search for {objective.value}.")
