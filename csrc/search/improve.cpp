@@ -9,7 +9,7 @@
 // the rest by walking the page -> rows lists of the pages of r and of A. The same holds for rounds, with
 // subgroups.
 //
-// The objective comes first and the other count breaks ties, held as one int: weight * first + second.
+// The objective comes first and the other count breaks ties.
 //
 // A row is examined against the whole window, so once every row was, only members of the two groups that a
 // swap changed can have a new helpful swap; a queue holds those. An empty queue is a local optimum. A restart
@@ -22,6 +22,7 @@
 #include <chrono>
 #include <deque>
 #include <exception>
+#include <limits>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -164,6 +165,28 @@ class Level {
         for (int32_t slot = begin_[own]; slot < begin_[own + 1]; ++slot) change[slot_row[slot]] = 0;
     }
 
+    // change[q] alone, by the same sum; call mark(row) before.
+    int32_t change(int32_t row, int32_t q) {
+        const int32_t own = part_[row], other = part_[q];
+        if (own == other) return 0;
+        int32_t sum = shared_[row] + shared_[q];
+        for (int32_t at = on_.row_begin[row]; at < on_.row_begin[row + 1]; ++at)
+            sum -= count(on_.row_pages[at], other) != 0;
+        for (int32_t at = on_.row_begin[q]; at < on_.row_begin[q + 1]; ++at) {
+            const int32_t page = on_.row_pages[at];
+            const int32_t both = stamp_[page] == stamp_now_;
+            sum += both & (count(page, other) == 1);
+            sum -= count(page, own) > both;
+        }
+        return sum;
+    }
+
+    void mark(int32_t row) {
+        ++stamp_now_;
+        for (int32_t at = on_.row_begin[row]; at < on_.row_begin[row + 1]; ++at)
+            stamp_[on_.row_pages[at]] = stamp_now_;
+    }
+
     // Call after slot_row holds the swapped rows.
     void swapped(int32_t a, int32_t b, const std::vector<int32_t>& slot_row) {
         const int32_t part_a = part_[a], part_b = part_[b];
@@ -232,8 +255,6 @@ class WindowImprover {
                    int64_t group, int64_t subgroup, Objective objective, uint64_t seed)
         : first_row_(first_row),
           by_rounds_(objective == Objective::kRounds),
-          // Above twice what one swap can change in the second count.
-          weight_(static_cast<int32_t>(4 * topk + 1)),
           on_(pages, rows, topk),
           slot_row_(shifted(order, rows, first_row)),
           groups_(on_, slot_row_, cut(rows, group, group)),
@@ -304,6 +325,7 @@ class WindowImprover {
 
   private:
     static constexpr int kKicks = 2;
+    static constexpr int64_t kFew = 64;
 
     static std::vector<int32_t> shifted(const int32_t* order, int32_t rows, int64_t first_row) {
         std::vector<int32_t> local(order, order + rows);
@@ -313,20 +335,29 @@ class WindowImprover {
 
     int64_t value() const {
         const int64_t visits = groups_.total(), rounds = subgroups_.total();
-        // The window's totals, unlike one swap's change, have no small limit: a weight of 2^31 orders them.
         return by_rounds_ ? (rounds << 31) + visits : (visits << 31) + rounds;
     }
 
     // The row whose swap lowers the value most, the lowest of equals; -1 when none lowers it.
     int32_t best_partner(int32_t row) {
         (by_rounds_ ? subgroups_ : groups_).changes(row, slot_row_, change_);
-        (by_rounds_ ? groups_ : subgroups_).changes(row, slot_row_, second_change_);
-        int32_t best = -1, least = 0;
+        const int32_t least = *std::min_element(change_.begin(), change_.end());
+        // The second count matters among equals alone, and these are few.
+        Level& second = by_rounds_ ? groups_ : subgroups_;
+        const auto equals = std::count(change_.begin(), change_.end(), least);
+        const bool all = equals > kFew;
+        if (all)
+            second.changes(row, slot_row_, second_change_);
+        else
+            second.mark(row);
+        int32_t best = -1, best_second = least < 0 ? std::numeric_limits<int32_t>::max() : 0;
         for (size_t q = 0; q < change_.size(); ++q) {
-            const int32_t total = change_[q] * weight_ + second_change_[q];
-            if (total < least) {
-                least = total;
-                best = static_cast<int32_t>(q);
+            if (change_[q] != least) continue;
+            const auto other = static_cast<int32_t>(q);
+            const int32_t change = all ? second_change_[q] : second.change(row, other);
+            if (change < best_second) {
+                best_second = change;
+                best = other;
             }
         }
         return best;
@@ -360,7 +391,6 @@ class WindowImprover {
 
     const int64_t first_row_;
     const bool by_rounds_;
-    const int32_t weight_;
     const Incidence on_;
     std::vector<int32_t> slot_row_, row_slot_;
     Level groups_, subgroups_;
