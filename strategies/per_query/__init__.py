@@ -19,6 +19,7 @@ from pageweaver.common.strategy import (
     Workspace,
     register,
     shape_key,
+    source_key,
 )
 from pageweaver.common.work import WorkReport
 from pageweaver.strategies.per_query.tuning import Tuning
@@ -100,7 +101,7 @@ class PerQuery(QueryUnion):
                 "query_ids: got a tensor, supported by per_query on cuda: None, the original order"
             )
         workspace = workspace or self.workspace(problem)
-        return Schedule(self.name, backend, arithmetic, shape_key(problem), workspace)
+        return Schedule(self.name, backend, arithmetic, shape_key(problem), source_key(problem), workspace)
 
     def _execute(
         self, problem: AttentionProblem, schedule: Any, out: torch.Tensor, lse: torch.Tensor | None
