@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,25 @@ def test_no_gpu_is_an_error(selection_file: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith("Error: device: got cuda")
 
 
+@contextmanager
+def interruptible(words: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A command that Ctrl-C reaches, also where the tests run in the background and ignore it."""
+    process = subprocess.Popen(
+        words,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_ctrl_c_leaves_files_as_they_were(selection_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
@@ -178,9 +198,7 @@ def test_ctrl_c_leaves_files_as_they_were(selection_file: Path, tmp_path: Path) 
     # The second selection takes minutes: the signal falls into it, after the first one's table.
     small = f"{selection_file}:synthetic.mid"
     words = [SCRIPT, "compare", small, str(CAPTURES), "--rows", "15272", "--output", str(out)]
-    with subprocess.Popen(
-        words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
-    ) as process:
+    with interruptible(words, tmp_path) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("How to read"):
@@ -284,14 +302,7 @@ offline.run_slices = told
 main()
 """
     words = ["search", f"{CAPTURES}:austen-a.L4.h1", "--output", "ids", "--window", "512", "--seconds", "200"]
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *words],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    ) as process:
+    with interruptible([sys.executable, "-c", code, *words], tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "searching\n"
         time.sleep(1)
