@@ -6,6 +6,9 @@ line), 130 interrupted.
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,7 +20,7 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
@@ -45,6 +48,15 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class Console(RichConsole):
+    """Falls silent when its reader leaves (`| head`), so that the work ends and its files are written."""
+
+    def on_broken_pipe(self) -> None:
+        """Send what follows, and what Python flushes at exit, nowhere."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Device(str, Enum):
@@ -130,9 +142,6 @@ def operator(
     ),
 ) -> None:
     """Time complete calls, attention alone and preparation alone: graphs of 20 calls, 7 rotated rounds."""
-    import shlex
-    import sys
-
     from pageweaver.eval import compare as comparing
     from pageweaver.eval import operator as timing
     from pageweaver.eval import output as files

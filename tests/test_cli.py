@@ -172,6 +172,16 @@ def test_no_gpu_is_an_error(selection_file: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith("Error: device: got cuda")
 
 
+def test_reader_that_leaves(selection_file: Path, tmp_path: Path) -> None:
+    """`| head -1`: the rest of the work is done and written all the same."""
+    with interruptible([SCRIPT, "compare", str(selection_file), "--rows", "8"], tmp_path) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=120) == 0
+    written = {p.name for p in (tmp_path / "results" / "compare").iterdir()}
+    assert written == {"compare.jsonl", "compare.png"}
+
+
 @contextmanager
 def interruptible(words: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A command that Ctrl-C reaches, also where the tests run in the background and ignore it."""
@@ -188,7 +198,7 @@ def interruptible(words: Sequence[str], folder: Path) -> Iterator[subprocess.Pop
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def test_ctrl_c_leaves_files_as_they_were(selection_file: Path, tmp_path: Path) -> None:
