@@ -373,6 +373,17 @@ def canonical_support(
     return torch.where(ids < max_pages, ids, -1)
 
 
+def selection_support(selection: Selection) -> torch.Tensor:
+    """S_i of a selection that has no tensors yet: `canonical_support` of its ids, on the CPU."""
+    lengths = selection.seqused_k
+    return canonical_support(
+        torch.from_numpy(selection.q2k_indices.copy()),
+        torch.from_numpy(selection.positions.copy()),
+        selection.page_size,
+        -(-int(lengths.max()) // selection.page_size) if len(lengths) else 0,
+    )
+
+
 def make_problem(
     selection: Selection,
     *,

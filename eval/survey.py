@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
@@ -18,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pageweaver.common.captures import Selection, parse_capture_name, resolve_selection
-from pageweaver.common.problem import canonical_support
+from pageweaver.common.problem import selection_support
 from pageweaver.eval.output import BLUE, GREY, ORANGE, Report
 
 if TYPE_CHECKING:
@@ -110,14 +109,7 @@ def observe(selection: Selection, source: str, group: int = 8) -> list[Observati
     """
     if group < 1:
         raise ValueError(f"group: got {group}, supported: at least 1 query")
-    lengths = selection.seqused_k
-    max_pages = -(-int(lengths.max()) // selection.page_size) if len(lengths) else 0
-    support = canonical_support(
-        torch.from_numpy(selection.q2k_indices.copy()),
-        torch.from_numpy(selection.positions.copy()),
-        selection.page_size,
-        max_pages,
-    ).numpy()
+    support = selection_support(selection).numpy()
     edges, visits, groups = union_counts(support, selection.cu_seqlens_q.tolist(), group)
     known = _known(selection)
     heads = range(selection.num_kv_heads)

@@ -18,7 +18,7 @@ from safetensors.numpy import save
 
 from pageweaver.common.captures import Selection, atomic_write_bytes
 from pageweaver.common.native import load_native
-from pageweaver.common.problem import GROUP_SIZES, TILE_ROWS, AttentionProblem, canonical_support
+from pageweaver.common.problem import GROUP_SIZES, TILE_ROWS, AttentionProblem, selection_support
 from pageweaver.common.strategy import REFERENCE_CAPABILITIES, Capabilities, register
 from pageweaver.strategies.query_union import QueryUnion
 from pageweaver.strategies.query_union.unions import check_query_ids
@@ -142,14 +142,7 @@ class OfflineSearch:
         self.selection_sha256 = selection.sha256
         if start is not None:
             self._check_start(start, (selection.num_kv_heads, selection.total_q))
-        lengths = selection.seqused_k
-        max_pages = -(-int(lengths.max()) // selection.page_size) if len(lengths) else 0
-        support = canonical_support(
-            torch.from_numpy(selection.q2k_indices.copy()),
-            torch.from_numpy(selection.positions.copy()),
-            selection.page_size,
-            max_pages,
-        )
+        support = selection_support(selection)
         boundaries = selection.cu_seqlens_q.tolist()
         parts = []
         for head in range(selection.num_kv_heads):

@@ -20,5 +20,6 @@ def test_compare_times_what_is_built() -> None:
         assert here.work == there.work
         assert (here.time_ms is None) == (here.nrms_backend == "reference")
         assert here.time_ms is None or 0 < here.time_ms < 1000
-        # A kernel may run in finer arithmetic than the reference: per_query widens to BF16.
-        assert 0 < here.nrms <= there.nrms + 0.01
+        # per_query's kernel widens to BF16; its reference computes in FP8 like every other.
+        expected = 0.002 if here.work.strategy == "per_query" else there.nrms
+        assert here.nrms == pytest.approx(expected, abs=0.01 if expected > 0.01 else 0.001)
