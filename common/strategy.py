@@ -23,6 +23,7 @@ TABLE_ORDER = (
     "union8",
     "regroup_w64",
     "regroup_w128",
+    "auto",
     "offline_w512",
     "offline_w2048",
     "page_union",

@@ -43,7 +43,8 @@ void prepare_unions(const py::dict& arguments, uintptr_t stream) {
     READ(queries_per_tile), READ(tiles_per_group), READ(max_groups), READ(max_union), READ(mask_words);
     READ(max_packed), READ(group_offsets), READ(group_requests), READ(union_pages), READ(union_masks);
     READ(union_counts), READ(tile_counts), READ(unit_order), READ(packed_slots);
-    READ(packed_v), READ(group_starts), READ(counters), READ(identity_ids);
+    READ(packed_v), READ(group_starts), READ(counters), READ(written_ids);
+    READ(window), READ(max_windows), READ(by_rounds), READ(window_choices), READ(window_starts);
     check(launch_prepare(params, reinterpret_cast<cudaStream_t>(stream)), "prepare_unions");
 }
 
@@ -83,7 +84,7 @@ void union_attention(const py::dict& arguments, uintptr_t stream) {
 PYBIND11_MODULE(_cuda, module) {
     module.doc() = "PageWeaver's Hopper kernels (sm_90a).";
     module.def("prepare_unions", &prepare_unions, py::arg("arguments"), py::arg("stream"),
-               "Groups, union lists, masks, order of units and packed V^T of one call.");
+               "Order, groups, union lists, masks, order of units and packed V^T of one call.");
     module.def("union_attention", &union_attention, py::arg("arguments"), py::arg("stream"),
                "FP8 attention over a union schedule.");
 }

@@ -1,4 +1,4 @@
-// What preparation and attention kernels agree on about a schedule.
+// What preparation, search and attention kernels agree on about a schedule.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,12 @@
 
 namespace pageweaver {
 
+constexpr int kWarp = 32;
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
 // Places in PrepareParams::counters behind the two size tables.
-constexpr int kPackedCount = 2 * kSizeBins, kLiveGroups = 2 * kSizeBins + 1;
+constexpr int kPackedCount = 2 * kSizeBins, kLiveGroups = kPackedCount + 1, kLiveWindows = kPackedCount + 2;
+constexpr int kCounters = kPackedCount + 3;
 // A packed slot that one warp has claimed and not numbered yet.
 constexpr int kClaimed = -2;
 

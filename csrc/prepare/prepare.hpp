@@ -25,13 +25,19 @@ struct PrepareParams {
     int64_t page_table_stride;
     const uint8_t* v_cache;  // [num_pages, page_size, num_kv_heads, head_dim] e4m3
     int64_t v_stride_page, v_stride_token, v_stride_head;
-    const int32_t* query_ids;  // [num_kv_heads, total_q]; null: original order
+    const int32_t* query_ids;  // [num_kv_heads, total_q]; null: original order, or what the search finds
     int32_t total_q, num_kv_heads, topk, batch_size, max_pages;
     int32_t queries_per_tile, tiles_per_group;
     int32_t max_groups, max_union, mask_words, max_packed;
+    // search for an order (csrc/regroup); window 0: none
+    int32_t window;       // queries a search window, 64 or 128, at least a group
+    int32_t max_windows;  // of one KV head
+    int32_t by_rounds;    // objective: 0 visits, 1 rounds
+    int32_t*
+        window_choices;  // [num_kv_heads, max_windows]; null: every window takes the order searched for it
     // schedule
-    int32_t* identity_ids;    // [num_kv_heads, total_q]; filled with the original order where not null
-    int32_t* group_offsets;   // [max_groups + 1]
+    int32_t* written_ids;    // [num_kv_heads, total_q]; original order or what was found; null: ids are given
+    int32_t* group_offsets;  // [max_groups + 1]
     int32_t* group_requests;  // [max_groups]
     int32_t* union_pages;     // [num_kv_heads, max_groups, max_union]
     uint32_t* union_masks;    // [num_kv_heads, max_groups, max_union, mask_words]
@@ -42,11 +48,13 @@ struct PrepareParams {
     int32_t* packed_slots;  // [num_kv_heads, batch_size, max_pages]; slot of a selected page, else -1
     uint8_t* packed_v;      // [max_packed, head_dim, page_size]
     // scratch
-    int32_t* group_starts;  // [batch_size + 1]; first group of each request
-    int32_t* counters;      // [2 * kSizeBins + 2]: unions of each size, cursors, packed pages, live groups
+    int32_t* group_starts;   // [batch_size + 1]; first group of each request
+    int32_t* window_starts;  // [batch_size + 1]; first search window of each request
+    int32_t* counters;       // [kCounters]: unions of each size, cursors, then the places in device.cuh
 };
 
-// Plans groups, builds union lists and masks, orders units by size, packs V^T of every selected page.
+// Plans groups, searches for an order where one is wanted, builds union lists and masks, orders units by
+// size, packs V^T of every selected page.
 cudaError_t launch_prepare(const PrepareParams& params, cudaStream_t stream);
 
 }  // namespace pageweaver

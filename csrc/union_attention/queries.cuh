@@ -9,7 +9,6 @@
 
 namespace pageweaver {
 
-constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 // As in common/arithmetic.py, which says what they guard.
 constexpr float kQAmaxFloor = 7.888609052210118e-31f;      // 2^-100

@@ -21,6 +21,7 @@ from pageweaver.common.work import WorkReport
 from pageweaver.strategies.query_union.cuda import (
     CUDA_CAPABILITIES,
     MAPPINGS,
+    Search,
     check_alignment,
     check_device,
     cuda_layout,
@@ -77,8 +78,11 @@ class QueryUnion(Strategy):
         """Slots of a full group: ``tiles_per_group`` tiles of 64 head-rows."""
         return self.tiles_per_group * problem.queries_per_tile
 
-    def order(self, problem: AttentionProblem) -> torch.Tensor | None:
-        """Slot to query, int32 ``[num_kv_heads, total_q]``; here None, the original order."""
+    def _order(
+        self, problem: AttentionProblem, views: dict[str, torch.Tensor], backend: str
+    ) -> torch.Tensor | Search | None:
+        """Slot to query, int32 ``[num_kv_heads, total_q]``, or how the device finds it; here None, the
+        original order."""
         return None
 
     def workspace_layout(self, problem: AttentionProblem) -> Layout:
@@ -113,15 +117,15 @@ class QueryUnion(Strategy):
             for name in ("q", "k_cache", "v_cache"):
                 check_alignment(name, getattr(problem, name))
         workspace, views = self._views(problem, workspace)
-        ids = self.order(problem) if query_ids is None else check_query_ids(problem, query_ids)
-        if ids is not None:
-            views["query_ids"].copy_(ids)
+        order = (
+            self._order(problem, views, backend) if query_ids is None else check_query_ids(problem, query_ids)
+        )
         group = self.queries_per_group(problem)
         if backend == "cuda":
-            prepare_cuda(problem, views, identity=ids is None)
+            prepare_cuda(problem, views, order)
         else:
-            if ids is None:
-                views["query_ids"].copy_(torch.arange(problem.total_q, device=problem.device))
+            assert not isinstance(order, Search)
+            views["query_ids"].copy_(torch.arange(problem.total_q) if order is None else order)
             build_unions(problem, views, group)
         names = ("query_ids", "group_offsets", "union_pages", "union_masks", "union_counts")
         return UnionSchedule(
@@ -132,8 +136,9 @@ class QueryUnion(Strategy):
             sources=source_key(problem),
             workspace=workspace,
             queries_per_group=group,
-            identity=ids is None,
+            identity=order is None,
             mapping=self.mapping,
+            window_choices=views.get("window_choices") if query_ids is None else None,
             views=views,
             **{name: views[name] for name in names},
         )

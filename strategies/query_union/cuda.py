@@ -18,8 +18,11 @@ CUDA_CAPABILITIES = Capabilities(
 )
 # Kernels read 16 bytes at a time, and the copy engine addresses in units of them.
 ALIGNMENT_BYTES = 16
-# Two tables of union sizes, the count of packed pages and of live groups; see csrc/prepare.
-COUNTERS = 2 * 256 + 2
+# Two tables of union sizes, the counts of packed pages, live groups and live windows; see csrc/prepare.
+COUNTERS = 2 * 256 + 3
+# Windows that csrc/regroup searches; its objectives, places being their codes.
+WINDOWS = (64, 128)
+OBJECTIVES = ("visits", "rounds")
 # Places are the codes of csrc/union_attention.
 MAPPINGS = ("independent", "cluster")
 _SCALES = ("softmax_scale", "k_scale", "v_scale")
@@ -41,6 +44,7 @@ def cuda_layout(problem: AttentionProblem, queries_per_group: int) -> Layout:
         "packed_slots": ((heads, batch, max_pages), torch.int32),
         "packed_v": ((max_packed, HEAD_DIM, problem.page_size), torch.uint8),
         "group_starts": ((batch + 1,), torch.int32),
+        "window_starts": ((batch + 1,), torch.int32),
         "counters": ((COUNTERS,), torch.int32),
     }
 
@@ -118,7 +122,7 @@ def _schedule_arguments(
     heads, max_groups, max_union, mask_words = views["union_masks"].shape
     names = (
         "group_offsets group_requests union_pages union_masks union_counts tile_counts unit_order"
-        " packed_slots packed_v group_starts counters"
+        " packed_slots packed_v group_starts window_starts counters"
     )
     return {
         **{name: views[name].data_ptr() for name in names.split()},
@@ -139,20 +143,52 @@ def _schedule_arguments(
     }
 
 
-def prepare_cuda(problem: AttentionProblem, views: dict[str, torch.Tensor], identity: bool) -> None:
+@dataclass(frozen=True)
+class Search:
+    """What the grouping kernel looks for.
+
+    Attributes
+    ----------
+    window : int
+        Queries a search window, one of `WINDOWS`.
+    objective : str
+        One of `OBJECTIVES`.
+    choices : torch.Tensor or None
+        int32 ``[num_kv_heads, max_windows]``, written: 0 where a window keeps the original order, 1 where it
+        takes that of its halves, 2 where its own. None: every window takes its own.
+    """
+
+    window: int
+    objective: str
+    choices: torch.Tensor | None
+
+
+def max_windows(problem: AttentionProblem, window: int) -> int:
+    """Most search windows of one KV head: every request may end in a partial one."""
+    return min(problem.total_q, (problem.total_q + problem.batch_size * (window - 1)) // window)
+
+
+def prepare_cuda(
+    problem: AttentionProblem, views: dict[str, torch.Tensor], order: Search | torch.Tensor | None
+) -> None:
     """Build unions, order units and pack V^T on the problem's device and current stream.
 
     Parameters
     ----------
     problem : AttentionProblem
     views : dict
-        The buffers of `cuda_layout`, shaped; ``query_ids`` filled unless `identity`.
-    identity : bool
-        Run in the original order; the kernel fills ``query_ids`` for whoever reads the schedule.
+        The buffers of `cuda_layout`, shaped; ``query_ids`` is filled.
+    order : Search, torch.Tensor or None
+        Where the ids come from: found on the device, given (int32 ``[num_kv_heads, total_q]``), or the
+        original order.
     """
+    if isinstance(order, torch.Tensor):
+        views["query_ids"].copy_(order)
+    search = order if isinstance(order, Search) else None
     q2k = problem.q2k_indices
     metadata = _Metadata.of(problem)
     ids = views["query_ids"].data_ptr()
+    given = isinstance(order, torch.Tensor)
     arguments = {
         **_schedule_arguments(problem, metadata, views),
         **_strides("v", problem.v_cache, page=0, token=1, head=2),
@@ -162,8 +198,12 @@ def prepare_cuda(problem: AttentionProblem, views: dict[str, torch.Tensor], iden
         "q2k_stride_column": q2k.stride(2),
         "v_cache": problem.v_cache.data_ptr(),
         "topk": problem.topk,
-        "query_ids": 0 if identity else ids,
-        "identity_ids": ids if identity else 0,
+        "query_ids": ids if given else 0,
+        "written_ids": 0 if given else ids,
+        "window": search.window if search else 0,
+        "max_windows": max_windows(problem, search.window) if search else 0,
+        "by_rounds": OBJECTIVES.index(search.objective) if search else 0,
+        "window_choices": search.choices.data_ptr() if search and search.choices is not None else 0,
     }
     with torch.cuda.device(problem.device):
         load_cuda().prepare_unions(arguments, torch.cuda.current_stream().cuda_stream)

@@ -42,6 +42,8 @@ class UnionSchedule(Schedule):
         Whether `query_ids` is the original order.
     mapping : str
         How the CUDA kernel runs a group; see `QueryUnion`.
+    window_choices : torch.Tensor or None
+        What strategy "auto" chose, None for all others; see `pageweaver.strategies.regroup.Auto`.
     views : dict
         Every buffer of the workspace, shaped for the problem: those above and what kernels keep beside.
     """
@@ -54,6 +56,7 @@ class UnionSchedule(Schedule):
     queries_per_group: int
     identity: bool
     mapping: str
+    window_choices: torch.Tensor | None
     views: dict[str, torch.Tensor]
 
 

@@ -1,17 +1,19 @@
-"""regroup_w64 and regroup_w128: regroup queries by page affinity inside a window, on every call."""
+"""regroup_w64, regroup_w128 and auto: regroup queries by page affinity inside a window, on every call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pageweaver.common.problem import AttentionProblem
-from pageweaver.common.strategy import REFERENCE_CAPABILITIES, Capabilities, register
+from pageweaver.common.strategy import Layout, register
 from pageweaver.strategies.query_union import QueryUnion
+from pageweaver.strategies.query_union.cuda import OBJECTIVES, WINDOWS, Search, max_windows
 from pageweaver.strategies.regroup.greedy import greedy_order
 
 
@@ -61,21 +63,48 @@ def greedy_query_ids(
 
 
 class OnlineRegroup(QueryUnion):
-    """union8 over query ids that a greedy search makes on every call."""
+    """union8 over query ids that a greedy search makes on every call, inside windows of queries.
+
+    Parameters
+    ----------
+    objective : {"rounds", "visits"}
+        What the search minimises. "visits": new pages of the open group (Eq. 6). "rounds", which runs
+        faster (docs/regroup.md): new pages of the open 64-row tile, then of the group; a tile's first
+        query goes by the group alone.
+    **options
+        See `QueryUnion`.
+
+    Raises
+    ------
+    ValueError
+        `objective` is not one of these.
+    """
 
     tiles_per_group = 2
-    capabilities: ClassVar[dict[str, Capabilities]] = {"reference": REFERENCE_CAPABILITIES}
     window: ClassVar[int]
 
-    def order(self, problem: AttentionProblem) -> torch.Tensor:
-        """Slot to query by Eq. 6, int32 ``[num_kv_heads, total_q]``."""
+    def __init__(self, *, objective: str = "rounds", **options: Any) -> None:
+        super().__init__(**options)
+        if objective not in OBJECTIVES:
+            raise ValueError(f"objective: got {objective!r}, supported: {OBJECTIVES}")
+        self.objective = objective
+
+    def _search(self, problem: AttentionProblem, window: int) -> torch.Tensor:
         return greedy_query_ids(
             problem.support,
             problem.cu_seqlens_q.tolist(),
-            window=self.window,
+            window=window,
             queries_per_group=self.queries_per_group(problem),
             queries_per_tile=problem.queries_per_tile,
+            objective=self.objective,
         )
+
+    def _order(
+        self, problem: AttentionProblem, views: dict[str, torch.Tensor], backend: str
+    ) -> torch.Tensor | Search:
+        if backend == "cuda":
+            return Search(max(self.window, self.queries_per_group(problem)), self.objective, None)
+        return self._search(problem, self.window)
 
 
 @register
@@ -92,3 +121,66 @@ class RegroupW128(OnlineRegroup):
 
     name = "regroup_w128"
     window = 128
+
+
+@register
+class Auto(OnlineRegroup):
+    """In every window of 128 queries the original order, that of W64, or that of W128.
+
+    The device searches all three and takes the one with the fewest rounds (Eq. 4), the work of the kernel;
+    ties go to the earlier. ``schedule.window_choices``, int32 ``[num_kv_heads, max_windows]``, says 0, 1
+    or 2 for what each window took, windows of a request after those of the one before.
+    """
+
+    name = "auto"
+    window = 128
+
+    def workspace_layout(self, problem: AttentionProblem) -> Layout:
+        """Those of a union schedule, and the choices."""
+        shape = (problem.num_kv_heads, max_windows(problem, self.window))
+        return {**super().workspace_layout(problem), "window_choices": (shape, torch.int32)}
+
+    def _order(
+        self, problem: AttentionProblem, views: dict[str, torch.Tensor], backend: str
+    ) -> torch.Tensor | Search:
+        choices = views["window_choices"]
+        if backend == "cuda":
+            return Search(self.window, self.objective, choices)
+        original = torch.arange(problem.total_q, dtype=torch.int32).expand(problem.num_kv_heads, -1)
+        orders = {0: original}
+        for choice, window in enumerate(WINDOWS, 1):
+            if window >= self.queries_per_group(problem):
+                orders[choice] = self._search(problem, window).cpu()
+        support = problem.support.cpu().numpy()
+        ids = original.clone()
+        choices.zero_()
+        for head in range(problem.num_kv_heads):
+            windows = (
+                slice(start, min(start + self.window, last))
+                for first, last in pairwise(problem.cu_seqlens_q.tolist())
+                for start in range(first, last, self.window)
+            )
+            for index, window in enumerate(windows):
+                rounds = {
+                    choice: count_rounds(support[head, order[head, window].numpy()], problem.queries_per_tile)
+                    for choice, order in orders.items()
+                }
+                choice = min(rounds, key=rounds.__getitem__)
+                choices[head, index] = choice
+                ids[head, window] = orders[choice][head, window]
+        return ids.to(problem.device)
+
+
+def count_rounds(pages: NDArray[np.int64], queries_per_tile: int) -> int:
+    """Rounds (Eq. 4) of queries that run in this order: distinct pages, tile after tile.
+
+    Parameters
+    ----------
+    pages : numpy.ndarray
+        int64 ``[slots, topk]``; canonical pages of each slot's query, -1 = nothing.
+    queries_per_tile : int
+        Slots of a 64-row tile.
+    """
+    slot, column = np.nonzero(pages >= 0)
+    tiles = slot // queries_per_tile
+    return len(np.unique(np.stack([tiles, pages[slot, column]]), axis=1).T)

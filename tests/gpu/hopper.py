@@ -43,6 +43,8 @@ TARGETS = (
     KernelTarget("union4", device="cuda", backend="cuda"),
     KernelTarget("union8", device="cuda", backend="cuda"),
     KernelTarget("union8", options={"mapping": "cluster"}, device="cuda", backend="cuda"),
+    KernelTarget("regroup_w128", device="cuda", backend="cuda"),
+    KernelTarget("auto", device="cuda", backend="cuda"),
 )
 
 # A kernel that waits for itself never returns to Python: only another thread can end the run then.

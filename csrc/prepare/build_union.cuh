@@ -1,0 +1,170 @@
+// The union of one group, by one warp: what build_unions does for groups of given queries, and the search for
+// an order (csrc/regroup) for those that it found.
+#pragma once
+
+#include "prepare/device.cuh"
+#include "prepare/prepare.hpp"
+
+namespace pageweaver {
+
+__device__ inline int warp_inclusive_sum(int value, int lane) {
+    for (int step = 1; step < kWarp; step *= 2) {
+        const int other = __shfl_up_sync(kAllLanes, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
+// The last request whose first group, or window, is not past `unit`.
+__device__ inline int request_of(const int32_t* starts, int batch_size, int unit) {
+    int request = 0;
+    for (int low = 0, high = batch_size - 1; low <= high;) {
+        const int middle = (low + high) / 2;
+        if (starts[middle] <= unit) {
+            request = middle;
+            low = middle + 1;
+        } else {
+            high = middle - 1;
+        }
+    }
+    return request;
+}
+
+// Slots of one group, or window, of `length` slots at most.
+struct Span {
+    int first, last;
+};
+
+__device__ inline Span span_of(const PrepareParams& p, const int32_t* starts, int request, int unit,
+                               int length) {
+    // Boundaries that pass total_q are refused in debug mode; here they must not lead out of the tensors.
+    const int begin = p.cu_seqlens_q[request] + (unit - starts[request]) * length;
+    const int first = min(max(begin, 0), p.total_q);
+    return {first, max(first, min(min(first + length, p.cu_seqlens_q[request + 1]), p.total_q))};
+}
+
+// The page that a query of `request` selected in a column, -1 where it is none or starts after the query.
+__device__ inline int visible_page(const PrepareParams& p, int head, int request, int query, int column) {
+    const int page =
+        p.q2k_indices[head * p.q2k_stride_head + query * p.q2k_stride_row + column * p.q2k_stride_column];
+    const int64_t position = int64_t{query} + p.seqused_k[request] - p.cu_seqlens_q[request + 1];
+    return page >= 0 && page < p.max_pages && int64_t{page} * kPageSize <= position ? page : -1;
+}
+
+// 32-bit words of shared memory that a warp needs to build a union.
+__host__ __device__ inline int64_t union_words(const PrepareParams& p) {
+    return int64_t{2} * ((p.max_pages + 31) / 32) + int64_t{p.max_union} * p.mask_words;
+}
+
+__device__ inline void note_group(const PrepareParams& p, int group, int request, Span span) {
+    if (group == 0) p.group_offsets[0] = span.first;
+    p.group_offsets[group + 1] = span.last;
+    p.group_requests[group] = request;
+}
+
+// A group that the call does not have.
+__device__ inline void clear_group(const PrepareParams& p, int head, int group, int lane) {
+    const int64_t unit = int64_t{head} * p.max_groups + group;
+    const int mask_total = p.max_union * p.mask_words;
+    if (head == 0 && lane == 0) {
+        p.group_offsets[group + 1] = p.cu_seqlens_q[p.batch_size];
+        if (group == 0) p.group_offsets[0] = p.cu_seqlens_q[0];
+        p.group_requests[group] = -1;
+    }
+    if (lane == 0) p.union_counts[unit] = 0;
+    for (int t = lane; t < p.tiles_per_group; t += kWarp) p.tile_counts[unit * p.tiles_per_group + t] = 0;
+    for (int r = lane; r < p.max_union; r += kWarp) p.union_pages[unit * p.max_union + r] = -1;
+    for (int i = lane; i < mask_total; i += kWarp) p.union_masks[unit * mask_total + i] = 0;
+}
+
+// Writes the union of a group of `slots` slots; page_of(slot, column) is a page or -1. `scratch` holds
+// union_words(p) words of this warp.
+template <typename PageOf>
+__device__ void build_union(const PrepareParams& p, int head, int group, int request, int slots,
+                            uint32_t* scratch, const PageOf& page_of) {
+    constexpr int kOwnEdges = 4;
+    const int lane = threadIdx.x % kWarp;
+    const int page_words = (p.max_pages + 31) / 32;
+    const int mask_total = p.max_union * p.mask_words;
+    uint32_t* bitmap = scratch;
+    uint32_t* prefix = bitmap + page_words;
+    uint32_t* masks = prefix + page_words;
+    const int64_t unit = int64_t{head} * p.max_groups + group;
+    int32_t* const pages_out = p.union_pages + unit * p.max_union;
+    uint32_t* const masks_out = p.union_masks + unit * mask_total;
+
+    // An edge is a slot and a column, slot * topk + column; 24 bits of 1 / topk divide any number of edges.
+    const int edges = slots * p.topk;
+    const uint32_t reciprocal = (1u << 24) / p.topk + 1;
+    const auto slot_of = [&](int edge) { return static_cast<int>(__umulhi(edge << 8, reciprocal)); };
+    const auto edge_page = [&](int edge) {
+        const int slot = slot_of(edge);
+        return edge < edges ? page_of(slot, edge - slot * p.topk) : -1;
+    };
+    // A lane keeps the pages of its first edges: all of them at group size 16 and topk 16.
+    int own_pages[kOwnEdges];
+#pragma unroll
+    for (int i = 0; i < kOwnEdges; ++i) own_pages[i] = edge_page(lane + i * kWarp);
+    const auto for_each_edge = [&](auto visit) {
+#pragma unroll
+        for (int i = 0; i < kOwnEdges; ++i)
+            if (own_pages[i] >= 0) visit(lane + i * kWarp, own_pages[i]);
+        for (int edge = lane + kOwnEdges * kWarp; edge < edges; edge += kWarp)
+            if (const int page = edge_page(edge); page >= 0) visit(edge, page);
+    };
+
+    for (int w = lane; w < page_words; w += kWarp) bitmap[w] = 0;
+    for (int i = lane; i < mask_total; i += kWarp) masks[i] = 0;
+    __syncwarp();
+    for_each_edge([&](int, int page) { atomicOr(&bitmap[page / 32], 1u << (page % 32)); });
+    __syncwarp();
+    int count = 0;
+    for (int base = 0; base < page_words; base += kWarp) {
+        const int word = base + lane;
+        const int ones = word < page_words ? __popc(bitmap[word]) : 0;
+        const int inclusive = warp_inclusive_sum(ones, lane);
+        if (word < page_words) prefix[word] = count + inclusive - ones;
+        count += __shfl_sync(kAllLanes, inclusive, kWarp - 1);
+    }
+    __syncwarp();
+
+    // Write pages at their ranks and give each a place in packed_v. Where that has room for all pages of all
+    // requests a page's place is its index; else places are numbered as pages turn up. Queries that share a
+    // page write the same.
+    const int64_t slot_base = (int64_t{head} * p.batch_size + request) * p.max_pages;
+    const bool has_room = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages <= p.max_packed;
+    for_each_edge([&](int edge, int page) {
+        const int rank = prefix[page / 32] + __popc(bitmap[page / 32] & ((1u << (page % 32)) - 1));
+        const int slot = slot_of(edge);
+        atomicOr(&masks[rank * p.mask_words + slot / 32], 1u << (slot % 32));
+        pages_out[rank] = page;
+        int32_t* const place = p.packed_slots + slot_base + page;
+        if (has_room) {
+            *place = static_cast<int32_t>(slot_base + page);
+        } else if (*reinterpret_cast<volatile int32_t*>(place) == -1 &&
+                   atomicCAS(place, -1, kClaimed) == -1) {
+            // No more pages can be selected than there are edges, so the number stays inside the buffer.
+            *place = atomicAdd(&p.counters[kPackedCount], 1);
+        }
+    });
+    __syncwarp();
+    for (int i = lane; i < mask_total; i += kWarp) masks_out[i] = masks[i];
+    for (int r = count + lane; r < p.max_union; r += kWarp) pages_out[r] = -1;
+
+    int rounds = 0;
+    for (int tile = 0; tile < p.tiles_per_group; ++tile) {
+        int pages = 0;
+        for (int r = lane; r < count; r += kWarp)
+            pages += tile_mask(masks + r * p.mask_words, tile, p.queries_per_tile) != 0;
+        pages = __reduce_add_sync(kAllLanes, pages);
+        if (lane == 0) p.tile_counts[unit * p.tiles_per_group + tile] = pages;
+        rounds += pages;
+    }
+    if (lane == 0) {
+        p.union_counts[unit] = count;
+        atomicAdd(&p.counters[size_bin(rounds)], 1);
+    }
+    __syncwarp();
+}
+
+}  // namespace pageweaver
