@@ -65,9 +65,8 @@ class Capabilities:
 
 REFERENCE_CAPABILITIES = Capabilities(
     arithmetics={
-        torch.float8_e4m3fn: ("fp8", "float32"),
-        # BF16 keys are exact in FP32: the reference needs no rounding policy for them.
-        torch.bfloat16: ("float32",),
+        torch.float8_e4m3fn: ("fp8", "split", "bf16", "float32"),
+        torch.bfloat16: ("bf16", "float32"),
     }
 )
 assert REFERENCE_CAPABILITIES.kv_dtypes == KV_DTYPES
@@ -321,8 +320,8 @@ class Strategy(ABC):
             From this strategy's `prepare`, the last one on its workspace.
         out : torch.Tensor, optional
             bfloat16 ``[total_q, num_qo_heads, head_dim]``, or float32 where the arithmetic is "float32"; any
-            strides, unit last; written in place. Allocated when missing: float32 where the strategy was made
-            with arithmetic "float32".
+            strides, unit last; written in place. Allocated when missing: float32 where the arithmetic is
+            "float32".
         lse : torch.Tensor, optional
             float32 ``[total_q, num_qo_heads]``; natural-log LSE, written in place when given.
 
@@ -354,9 +353,8 @@ class Strategy(ABC):
             )
         dtypes = (torch.bfloat16, torch.float32) if schedule.arithmetic == "float32" else (torch.bfloat16,)
         if out is None:
-            # Who asks for float32 wants to see it; a BF16 cache, whose default it is, yields BF16 like any.
-            dtype = torch.float32 if self.arithmetic == "float32" else torch.bfloat16
-            out = torch.empty(problem.q.shape, dtype=dtype, device=problem.device)
+            # Who asks for float32 wants to see it.
+            out = torch.empty(problem.q.shape, dtype=dtypes[-1], device=problem.device)
         _check_output("out", out, dtypes, tuple(problem.q.shape), problem.device)
         if out.stride(-1) != 1:
             raise ValueError(f"out.stride(-1): got {out.stride(-1)}, supported: 1 (other strides are free)")

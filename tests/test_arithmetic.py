@@ -1,4 +1,4 @@
-"""The FP8 arithmetic at its edges: step by step, and through every strategy."""
+"""The arithmetic policies at their edges: step by step, and through every strategy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ import pytest
 import torch
 
 from pageweaver.common.arithmetic import (
+    ARITHMETICS,
+    E4M3,
     E4M3_MAX,
     LOG2E,
     Arithmetic,
     SoftmaxState,
     batched_matmul,
     exp2,
+    normalize_q,
     quantize_q,
+    split_e4m3,
+    split_q,
 )
 from pageweaver.common.problem import AttentionProblem
 
@@ -79,7 +84,9 @@ class TestQuantizeQ:
         amax = q.double().abs().amax(dim=-1, keepdim=True)
         # Half a unit of three mantissa bits, or of the smallest E4M3 number (2**-9 of 448) below that; ties,
         # and so the bound itself, are common, and the FP32 scale is rounded.
-        assert (error <= (q.double().abs() * P_ERROR).maximum(amax * 2.0**-10 / E4M3_MAX) * 1.00001).all()
+        assert (
+            error <= (q.double().abs() * P_ERROR["fp8"]).maximum(amax * 2.0**-10 / E4M3_MAX) * 1.00001
+        ).all()
         assert (q8.float().abs().amax(dim=-1) == E4M3_MAX).all()
 
     @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 1e-30, 2.0**-100, 1.0, 3e38, -3.3895e38])
@@ -102,6 +109,60 @@ class TestQuantizeQ:
         assert torch.equal(q8.view(torch.uint8)[other], clean.view(torch.uint8)[other])
         assert torch.equal(scale[other], clean_scale[other])
         assert q8[1, 5].float().isnan().any()
+
+
+class TestSplit:
+    @pytest.mark.parametrize("most", [448.0, 1.0, 2.0**-6])
+    def test_error(self, most: float) -> None:
+        values = (torch.rand(100_000) * 2 - 1) * most
+        high, low = split_e4m3(values)
+        assert high.dtype == low.dtype == E4M3
+        total = high.float() + low.float()
+        assert torch.equal(total.double(), high.double() + low.double())
+        # Eight significant bits, and half of the smallest E4M3 number.
+        error = (total.double() - values.double()).abs()
+        assert (error <= (values.double().abs() * 2.0**-9).clamp(min=2.0**-10)).all()
+        assert error.max() > most * 2.0**-11
+
+    def test_eight_bits_are_exact(self) -> None:
+        eight_bits = torch.arange(128.0, 256.0)
+        values = torch.cat([eight_bits * 2.0**power for power in range(-9, 1)])
+        high, low = split_e4m3(values)
+        assert torch.equal(high.float() + low.float(), values)
+
+    def test_queries(self) -> None:
+        q = (torch.randn(500, 16, 128) * torch.logspace(-30, 30, 500)[:, None, None]).bfloat16()
+        high, low, scale = split_q(q)
+        assert high.dtype == low.dtype == E4M3 and scale.dtype == torch.float32 and scale.shape == (500, 16)
+        assert (torch.frexp(scale).mantissa == 0.5).all(), "powers of two"
+        error = ((high.double() + low.double()) * scale[..., None].double() - q.double()).abs()
+        amax = q.double().abs().amax(dim=-1, keepdim=True)
+        assert (error <= amax * 2.0**-17).all()
+        assert (error[q.double().abs() >= amax * 2.0**-9] == 0).all()
+        assert (error > 0).any(), "the smallest elements are rounded"
+
+    @pytest.mark.parametrize("value", [0.0, 1e-45, 9.2e-41, 1e-38, 2.0**-126, 1.0, 3e38, -3.3895e38])
+    def test_edge_rows(self, value: float) -> None:
+        q = torch.full((1, 16, 128), value).bfloat16()
+        values, scale = normalize_q(q)
+        assert torch.equal(values.double() * scale.double()[..., None], q.double())
+        assert values.abs().max() < 2 and (scale > 0).all()
+        high, low, scale = split_q(q)
+        restored = (high.double() + low.double()) * scale.double()[..., None]
+        # A subnormal row may lose bits: its logits are nothing.
+        assert ((restored - q.double()).abs() <= 2.0**-140).all()
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_other_rows_are_untouched(self, value: float) -> None:
+        q = torch.randn(3, 16, 128).bfloat16()
+        clean = split_q(q)
+        q[1, 5, 9] = value
+        other = torch.ones(3, 16, dtype=torch.bool)
+        other[1, 5] = False
+        broken = split_q(q)
+        for part, clean_part in zip(broken, clean, strict=True):
+            assert torch.equal(part.float()[other], clean_part.float()[other])
+        assert (broken[0].float() + broken[1].float())[1, 5].isnan().any()
 
 
 class TestBatchedMatmul:
@@ -144,7 +205,7 @@ class TestOnlineSoftmax:
         assert (out == out[0, 0, 0]).all()
         return float(out[0, 0, 0]), float(lse[0, 0])
 
-    @pytest.mark.parametrize("name", ["fp8", "float32"])
+    @pytest.mark.parametrize("name", ARITHMETICS)
     def test_random(self, name: str) -> None:
         generator = torch.Generator().manual_seed(1)
         for spread in (0.1, 1.0, 5.0):
@@ -153,18 +214,18 @@ class TestOnlineSoftmax:
             out, lse = self.run(name, logits, values)
             weights = torch.softmax(logits.double().flatten(), dim=0)
             # Independent roundings mostly cancel: the worst case of the sum is far away.
-            tolerance = 1e-5 if name == "float32" else 4 * P_ERROR / math.sqrt(3) * float(weights.norm())
+            tolerance = 4 * P_ERROR.get(name, 0.0) / math.sqrt(3) * float(weights.norm()) + 1e-5
             assert abs(out - float(weights @ values.double().flatten())) <= tolerance
             assert abs(lse - float(torch.logsumexp(logits.double().flatten(), 0))) <= tolerance
 
-    @pytest.mark.parametrize("name", ["fp8", "float32"])
+    @pytest.mark.parametrize("name", ARITHMETICS)
     @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
     def test_weights_sum_to_one(self, name: str, spread: float) -> None:
         """The sum takes what was multiplied: rounded weights still sum to one."""
         out, _ = self.run(name, torch.randn(32, 64) * spread, torch.ones(32, 64))
         assert out == pytest.approx(1.0, abs=1e-5)
 
-    @pytest.mark.parametrize("name", ["fp8", "float32"])
+    @pytest.mark.parametrize("name", ARITHMETICS)
     def test_nothing_seen(self, name: str) -> None:
         dead = torch.full((3, 64), -math.inf)
         assert self.run(name, dead, torch.ones(3, 64)) == (0.0, -math.inf)
@@ -174,11 +235,11 @@ class TestOnlineSoftmax:
         assert out == pytest.approx(3.0, rel=1e-6) and lse == pytest.approx(math.log(64) - 2, rel=1e-5)
 
     def test_unknown_name(self) -> None:
-        with pytest.raises(ValueError, match=r"arithmetic: got 'fp16', supported: \('fp8', 'float32'\)"):
+        with pytest.raises(ValueError, match=r"arithmetic: got 'fp16', supported: \('fp8', 'split', "):
             Arithmetic("fp16")
 
     def test_factor_is_bounded(self) -> None:
-        for name in ("fp8", "float32"):
+        for name in ARITHMETICS:
             operand, factor = Arithmetic(name).load_q(
                 torch.full((1, 1, 128), 3e38).bfloat16(), torch.tensor(1.0)
             )

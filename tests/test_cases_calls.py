@@ -491,6 +491,6 @@ class TestC49SilentFallback:
         with pytest.raises(ValueError, match=r"backend: got 'gpu', supported: \('cuda', 'reference'\)"):
             pw.load("union8", backend="gpu")
         problem = paged_case([[0]], prefixes=[0])
-        with pytest.raises(ValueError, match=r"arithmetic: got 'bf16', supported .*\('fp8', 'float32'\)"):
-            pw.load("union8", arithmetic="bf16")(problem)
+        with pytest.raises(ValueError, match=r"arithmetic: got 'fp16', supported .*\('fp8', 'split', "):
+            pw.load("union8", arithmetic="fp16")(problem)
         assert ids_tensor([[0]]).shape == (1, 1, 16)

@@ -227,8 +227,8 @@ def test_page_union_schedule(pairs: bool, problem: pw.AttentionProblem) -> None:
     assert (report.groups, report.visits, report.rounds, report.max_union) == (units, visits, rounds, longest)
     assert report.reuse == (edges / visits if visits else 0.0)
     assert report.mean_union == (visits / units if units else 0.0)
-    # A BF16 cache runs in float32 here: FP32 partials and LSE, written and read.
-    assert report.partial_bytes == 2 * partials * problem.group_size * (128 * 4 + 4)
+    # BF16 partials and FP32 LSE, written and read.
+    assert report.partial_bytes == 2 * partials * problem.group_size * (128 * 2 + 4)
     assert report.page_bytes == visits * 2 * PAGE_SIZE * 128 * 2
     assert report.moved_bytes == report.page_bytes + report.partial_bytes
     assert report.workspace_bytes == workspace.nbytes

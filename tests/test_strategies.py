@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +17,10 @@ import safetensors.numpy
 import torch
 
 import pageweaver as pw
+from pageweaver.common.arithmetic import ARITHMETICS
 from pageweaver.common.captures import save_selections
 from pageweaver.common.reference import exact_attention
+from pageweaver.common.strategy import REFERENCE_CAPABILITIES
 from pageweaver.strategies.page_union import UNIT_QUERIES, PageUnion
 from pageweaver.strategies.query_union import Union4, Union8
 from pageweaver.strategies.regroup import RegroupW64
@@ -72,13 +75,15 @@ def with_arithmetic(target: Target, arithmetic: str) -> Target:
 
 
 @pytest.mark.parametrize("case", range(len(SIZES)))
-@pytest.mark.parametrize("arithmetic", ["float32", "fp8"])
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
 def test_equals_exact_attention(case: int, arithmetic: str) -> None:
-    """Within float rounding of float64, or 5% NRMS in FP8; and every grouping has the same bits."""
+    """Within what each policy rounds of float64; and every grouping has the same bits."""
     problem = problem_of(case)
-    if arithmetic == "fp8" and problem.k_cache.dtype != E4M3:
-        with pytest.raises(ValueError, match=r"arithmetic: got 'fp8', supported .*bfloat16: \('float32',\)"):
-            pw.load("union8", arithmetic="fp8")(problem)
+    supported = REFERENCE_CAPABILITIES.arithmetics[problem.k_cache.dtype]
+    if arithmetic not in supported:
+        listed = re.escape(f"supported by union8 on reference for torch.bfloat16: {supported}")
+        with pytest.raises(ValueError, match=rf"arithmetic: got '{arithmetic}', {listed}"):
+            pw.load("union8", arithmetic=arithmetic)(problem)
         return
     exact = exact_of(case)
     first: Result | None = None
@@ -587,13 +592,10 @@ class TestSparsePrefill:
         given = torch.empty(problem.q.shape, dtype=BF16)
         assert pw.sparse_prefill(**fields, arithmetic="float32", out=given) is given
         assert torch.equal(given, float32.bfloat16())
-        if kv_dtype == BF16:
-            assert torch.equal(plain, given)
-        else:
-            with pytest.raises(
-                TypeError, match=r"out\.dtype: got torch\.float32, supported: torch\.bfloat16$"
-            ):
-                pw.sparse_prefill(**fields, out=float32)
+        with pytest.raises(TypeError, match=r"out\.dtype: got torch\.float32, supported: torch\.bfloat16$"):
+            pw.sparse_prefill(**fields, out=float32)
+        default = "fp8" if kv_dtype == E4M3 else "bf16"
+        assert torch.equal(pw.sparse_prefill(**fields, arithmetic=default), plain)
 
     def test_rows_of_nobody(self) -> None:
         problem = random_problem(lengths=(4,), prefixes=(100,), past_rows=6)

@@ -10,7 +10,7 @@ import torch
 import pageweaver as pw
 from pageweaver.common.native import cuda_status
 
-from ..helpers import Result, Target
+from ..helpers import E4M3, Result, Target
 
 
 class KernelTarget(Target):
@@ -45,6 +45,13 @@ TARGETS = (
     KernelTarget("union8", options={"mapping": "cluster"}, device="cuda", backend="cuda"),
     KernelTarget("regroup_w128", device="cuda", backend="cuda"),
     KernelTarget("auto", device="cuda", backend="cuda"),
+)
+
+# Besides, every other strategy that has kernels: for what is asked of any call, whatever it computes.
+ALL_TARGETS = TARGETS + tuple(
+    KernelTarget(name, able["cuda"].arithmetics[E4M3][0], device="cuda", backend="cuda")
+    for name in ("per_query", "regroup_w64", "regroup_w128", "page_union")
+    if "cuda" in (able := pw.load(name).capabilities) and name not in {t.strategy for t in TARGETS}
 )
 
 # A kernel that waits for itself never returns to Python: only another thread can end the run then.

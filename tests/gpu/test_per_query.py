@@ -19,7 +19,6 @@ from ..helpers import (
     Target,
     assert_close,
     assert_empty,
-    assert_same_bits,
     paged_case,
     random_problem,
     replaced,
@@ -119,35 +118,6 @@ def test_c30_caches_past_32_bits(target: Target) -> None:
         page_table=torch.tensor([placed], dtype=torch.int32, device="cuda"),
     )
     assert_close(target, target.run(problem), 2.5)
-
-
-def test_c34_other_device(target: Target) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    first, second = (random_problem(device=device) for device in ("cuda:0", "cuda:1"))
-    expected = target.run(first)
-    with torch.cuda.device(0):
-        assert_same_bits(target.run(second), expected)
-        assert torch.cuda.current_device() == 0
-    assert_same_bits(target.run(first), expected)
-
-
-def test_c35_side_stream(target: Target) -> None:
-    """The kernel waits for the stream that it is called on, and for no other."""
-    problem = random_problem(device="cuda")
-    expected = target.run(problem)
-    q = torch.zeros_like(problem.q)
-    late = replaced(problem, q=q)
-    strategy = target.load(late)
-    strategy(late)  # compiled
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        q.copy_(problem.q)
-        out = strategy(late)
-    stream.synchronize()
-    assert torch.equal(out.float().cpu(), expected.out)
 
 
 def test_c36_graph(target: Target) -> None:

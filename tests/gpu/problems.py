@@ -1,0 +1,118 @@
+"""Problems that the tests of kernels share, and what is asked of a kernel's numbers.
+
+Tolerances: FP8 costs at most 5% NRMS of float64 on N(0, 1) numbers. A kernel takes the same FP8 steps as its
+torch twin, the reference backend: it may lose 1.2 times as much, and differ by 2%, by exponentials that
+round to the other side, not by another way of rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import pageweaver as pw
+from pageweaver.common.reference import exact_attention, nrms
+from pageweaver.common.supports import preset
+
+from ..helpers import E4M3, RANDOM_LSE_ERROR, RANDOM_NRMS, Target, assert_empty, random_problem
+
+DEVICE = "cuda"
+TWIN_FACTOR = 1.2
+TWIN_NRMS = 0.02
+# Rows that see a page or more average the errors of their logits.
+LSE_ERROR = 0.05
+
+# Several requests, one without queries, one of one token, rows past the last one; messy ids, strided views.
+MESSY: dict[str, Any] = {"lengths": (70, 1, 0, 90), "prefixes": (2100, 0, 64, 4000)}
+
+SIZES: tuple[dict[str, Any], ...] = (
+    {"topk": 16},
+    {"group_size": 8, "topk": 15, "k_scale": 0.7, "v_scale": 1.9},
+    {"group_size": 4, "topk": 17},
+    {"group_size": 2, "topk": 32},
+    {"group_size": 1, "topk": 16},
+    {"num_kv_heads": 2, "topk": 32},
+    {"num_kv_heads": 2, "group_size": 8, "topk": 1},
+    {"num_kv_heads": 3, "group_size": 1, "topk": 17, "softmax_scale": 0.05},
+)
+
+
+def twin(target: Target) -> Target:
+    """The same FP8 steps in torch, on the same device."""
+    return dataclasses.replace(target, backend="reference")
+
+
+@cache
+def messy(case: int) -> pw.AttentionProblem:
+    return random_problem(seed=case, device=DEVICE, **MESSY, **SIZES[case])
+
+
+@cache
+def selected(name: str, rows: int) -> pw.AttentionProblem:
+    """A selection as benchmarks run it, N(0, 1) numbers."""
+    return pw.make_problem(preset(name, total_q=rows, prefix=49152), device=DEVICE)
+
+
+@cache
+def exact(problem: pw.AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = exact_attention(problem)
+    return out.cpu(), lse.cpu()
+
+
+def million_tokens(rows: int, topk: int, group_size: int) -> pw.AttentionProblem:
+    """The last rows of 1,048,576 tokens; 8,192 logical pages share 64 physical ones."""
+    pages = 8192
+    rng = torch.Generator().manual_seed(rows)
+    ids = torch.randint(0, pages, (1, rows, topk), generator=rng, dtype=torch.int32)
+    ids[:, :, 0], ids[:, ::2, 1] = 0, pages - 1
+    caches = [torch.randn(64, 128, 1, 128, generator=rng).to(E4M3).to(DEVICE) for _ in range(2)]
+    return pw.AttentionProblem(
+        q=torch.randn(rows, group_size, 128, generator=rng).bfloat16().to(DEVICE),
+        k_cache=caches[0],
+        v_cache=caches[1],
+        q2k_indices=ids.to(DEVICE),
+        cu_seqlens_q=torch.tensor([0, rows], dtype=torch.int32, device=DEVICE),
+        seqused_k=torch.tensor([pages * 128], dtype=torch.int32, device=DEVICE),
+        page_table=torch.randint(0, 64, (1, pages), generator=rng, dtype=torch.int32).to(DEVICE),
+    )
+
+
+LONG = ((40, 16, 16), (600, 16, 16), (300, 32, 1))
+
+
+@cache
+def long_context(case: int) -> pw.AttentionProblem:
+    return million_tokens(*LONG[case])
+
+
+def shuffled_ids(problem: pw.AttentionProblem, seed: int) -> torch.Tensor:
+    """Another order of every request's queries, for each KV head."""
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.arange(problem.total_q, dtype=torch.int32).repeat(problem.num_kv_heads, 1)
+    for head in range(problem.num_kv_heads):
+        for first, last in pairwise(problem.cu_seqlens_q.tolist()):
+            ids[head, first:last] = first + torch.randperm(last - first, generator=rng).int()
+    return ids.to(problem.device)
+
+
+def assert_accurate(target: Target, problem: pw.AttentionProblem) -> None:
+    """Against float64 and against the torch twin."""
+    result, expected = target.run(problem), twin(target).run(problem)
+    out, lse = exact(problem)
+    dead = lse == -torch.inf
+    assert torch.equal(result.lse == -torch.inf, dead), "lse: -inf in other rows"
+    assert_empty(result[dead.all(dim=1)])
+    error, most = nrms(result.out, out), TWIN_FACTOR * nrms(expected.out, out)
+    allowed = RANDOM_NRMS[target.arithmetic]
+    assert error <= min(allowed, most), f"NRMS {error}, at most {allowed} and {most}"
+    assert nrms(result.out, expected.out) <= TWIN_NRMS, "NRMS of the twin"
+    lse_error = torch.where(dead, 0.0, (result.lse - lse).abs())
+    assert lse_error.max() <= RANDOM_LSE_ERROR[target.arithmetic]
+    # Two pages or more: one of them is seen whole.
+    pages = (problem.support >= 0).sum(dim=2).repeat_interleave(problem.group_size, dim=0).T.cpu()
+    wide = lse_error[pages >= 2]
+    assert not wide.numel() or wide.max() <= LSE_ERROR

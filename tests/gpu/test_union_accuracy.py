@@ -1,0 +1,99 @@
+"""union4 and union8 on Hopper: their numbers against float64 and against their torch twin.
+
+Probabilities sum to one as rounded, so that V = 1 comes back; 3% is half of what one biased rounding of them
+would show.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ..helpers import (
+    E4M3,
+    RANDOM_LSE_ERROR,
+    Target,
+    assert_same_bits,
+    constant,
+    paged_case,
+    random_problem,
+    replaced,
+)
+from .hopper import WATCHDOG, missing
+from .problems import DEVICE, LONG, SIZES, assert_accurate, exact, long_context, messy, selected, twin
+
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), WATCHDOG]
+
+V_ONE_ERROR = 0.03
+
+
+class TestAccuracy:
+    @pytest.mark.parametrize("case", range(len(SIZES)))
+    def test_messy(self, target: Target, case: int) -> None:
+        assert_accurate(target, messy(case))
+
+    @pytest.mark.parametrize("name", ["low", "mid", "high"])
+    def test_selections(self, target: Target, name: str) -> None:
+        assert_accurate(target, selected(name, 1000))
+
+    @pytest.mark.parametrize("case", range(len(LONG)))
+    def test_a_million_tokens(self, target: Target, case: int) -> None:
+        assert_accurate(target, long_context(case))
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e7, 1e15, 1e30])
+@pytest.mark.parametrize("group_size", [16, 2])
+def test_huge_logits(target: Target, size: float, group_size: int) -> None:
+    """Rounding of logits far from 0 leaves a row's largest probability alone, and other rows too.
+
+    Such rows are nearly one-hot. The tensor core keeps 13 bits of a product, so the kernel may turn a
+    near-tie that the twin does not: about one head-row in a hundred. A row that lost its largest probability
+    would be empty or wild, and all of them would.
+    """
+    problem = random_problem(seed=7, group_size=group_size, device="cuda")
+    scale = torch.ones(problem.total_q, 1, 1, device="cuda")
+    scale[::2] = size
+    huge = replaced(problem, q=(problem.q.float() * scale).bfloat16())
+    result, wanted = target.run(huge), twin(target).run(huge)
+    assert result.lse.isfinite().equal(wanted.lse.isfinite())
+    error = (result.out - wanted.out)[::2].norm(dim=-1) / wanted.out[::2].norm(dim=-1).clamp(min=1e-6)
+    assert (error > 0.1).float().mean() <= 0.05
+    assert_same_bits(target.run(problem)[1::2], result[1::2])
+
+
+class TestOnes:
+    """V = 1 comes back, whatever the probabilities are rounded to."""
+
+    @pytest.mark.parametrize(
+        ("q0", "key"),
+        [
+            # One key above 2,047 others by 0 to 0.18: all of them are rounded alike, and not the largest.
+            (torch.linspace(0, 2, 16), lambda _, positions: (positions == 3).float()),
+            (torch.linspace(0, 2, 16), lambda _, positions: (positions == 2040).float()),
+            # Rising, falling and negative logits; mass on one page, on one key, on all of 2,000.
+            (torch.linspace(-16, 16, 16), lambda _, positions: positions / 512 - 2),
+            (torch.linspace(-300, 300, 16), lambda _, positions: (positions % 7).float()),
+            (torch.linspace(0, 0.1, 16), lambda _, positions: (positions % 9).float() - 4),
+        ],
+    )
+    def test_one(self, target: Target, q0: torch.Tensor, key: Any) -> None:
+        problem = paged_case(
+            [list(range(16))] * 8,
+            prefixes=[2040],
+            q0=q0.expand(8, 16),
+            k0=key,
+            v=constant(1.0),
+            device=DEVICE,
+        )
+        result = target.run(problem)
+        assert (result.out - 1).abs().max() <= V_ONE_ERROR
+        assert (result.lse - exact(problem)[1]).abs().max() <= RANDOM_LSE_ERROR[target.arithmetic]
+
+    @pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
+    def test_random(self, target: Target, size: float) -> None:
+        problem = selected("mid", 1000)
+        ones = torch.ones(problem.v_cache.shape, device=DEVICE).to(E4M3)
+        result = target.run(replaced(problem, v_cache=ones, q=problem.q * size))
+        assert (result.out - 1).abs().max() <= V_ONE_ERROR
