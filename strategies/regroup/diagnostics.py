@@ -1,4 +1,4 @@
-"""Orders of queries that tell what regrouping is worth: given ahead, at random, by a hash, or moved in memory.
+"""Orders of queries that tell what regrouping is worth: given, random, hashed, or moved in memory.
 
 None of these is a way to serve: ids are made on the host, once, and no call pays for them. They run on the
 kernels of `QueryUnion`, so that their times differ from union8's by nothing but the order.
