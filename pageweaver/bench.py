@@ -28,8 +28,13 @@ QUICK_ROUNDS, QUICK_CALLS, QUICK_SELECTIONS = 3, 10, 2
 class KvDtype(str, Enum):
     """Cache types."""
 
-    float8_e4m3fn = "float8_e4m3fn"
-    bfloat16 = "bfloat16"
+    fp8 = "fp8"
+    bf16 = "bf16"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """What torch calls it."""
+        return torch.float8_e4m3fn if self is KvDtype.fp8 else torch.bfloat16
 
 
 Selections = Annotated[
@@ -71,7 +76,7 @@ def operator(
     eager: Annotated[bool, typer.Option("--eager", help="Time complete calls outside graphs too.")] = False,
     seed: Seed = 0,
     group_size: GroupSize = 16,
-    kv_dtype: CacheType = KvDtype.float8_e4m3fn,
+    kv_dtype: CacheType = KvDtype.fp8,
     commit: Commit = None,
     quick: Quick = False,
     output: RowFile = Path("results/operator.jsonl"),
@@ -95,7 +100,7 @@ def operator(
             device=device,
             seed=seed,
             group_size=group_size,
-            kv_dtype=getattr(torch, kv_dtype.value),
+            kv_dtype=kv_dtype.torch,
             report=report,
         )
         rows = _collect(console, made, output, lambda rows: console.print(timing.table_of(rows)))
@@ -159,6 +164,53 @@ def ablations(
         )
     console.print(Text(ablating.notes(device.type == "cuda"), style="dim"))
     _close(console, rows, output, device)
+
+
+@bench.command()
+@reporting_errors()
+def numerics(
+    selections: Selections = None,
+    strategies: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Default: every strategy, in all its arithmetics.")
+    ] = None,
+    inputs: Annotated[
+        str, typer.Option(metavar="A,B,...", help="Kinds of queries, keys and values: normal, heavy, model.")
+    ] = "normal,heavy,model",
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Last queries to run. Default: all on a GPU, 33 elsewhere."),
+    ] = None,
+    seed: Seed = 0,
+    group_size: GroupSize = 16,
+    kv_dtype: CacheType = KvDtype.fp8,
+    commit: Commit = None,
+    quick: Quick = False,
+    output: RowFile = Path("results/numerics.jsonl"),
+) -> None:
+    """Errors of every strategy and arithmetic: to float64 on 33 rows, and to per_query on all."""
+    from pageweaver.eval import numerics as checking
+    from pageweaver.eval.arms import parse_arms
+
+    console = Console()
+    arms = checking.default_arms() if strategies is None else parse_arms(strategies)
+    files.check_folder(output.parent, output.name)
+    found, device = _selections(selections, quick), _device()
+    with progress_bar(console) as report:
+        made = checking.measure(
+            found,
+            arms,
+            [x.strip() for x in inputs.split(",") if x.strip()],
+            header=_header(checking.BENCH, device, commit),
+            device=device,
+            rows=rows,
+            seed=seed,
+            group_size=group_size,
+            kv_dtype=kv_dtype.torch,
+            report=report,
+        )
+        done = _collect(console, made, output, lambda own: checking.print_numerics(console, own))
+    console.print(Text(checking.notes(done), style="dim"))
+    say(console, f"Wrote {output} ({len(done)} rows).")
 
 
 def _selections(words: list[str] | None, quick: bool) -> list[pageweaver.Selection]:

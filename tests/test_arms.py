@@ -123,7 +123,7 @@ def test_a_red_check_stops_the_report() -> None:
     with pytest.raises(ValueError, match=r"union8: got NRMS 0\.\d+ against float64, supported: at most 0.05"):
         make_arm("union8", selection, [problem], rows, exact * 1.06, backend="reference")
     # FP32 cannot explain what FP8 can.
-    with pytest.raises(ValueError, match=r"at most 0\.01"):
+    with pytest.raises(ValueError, match=r"at most 0\.005"):
         make_arm("union8/float32", selection, [problem], rows, exact * 1.02, backend="reference")
     with pytest.raises(ValueError, match="NRMS nan"):
         make_arm("union8", selection, [problem], rows, exact * torch.nan, backend="reference")
