@@ -24,10 +24,11 @@ from rich.text import Text
 
 from pageweaver.common.captures import Selection
 from pageweaver.common.errors import UnsupportedDeviceError
-from pageweaver.common.problem import HEAD_DIM, AttentionProblem, make_problem
+from pageweaver.common.problem import AttentionProblem, make_problem
 from pageweaver.common.reference import exact_attention, nrms
 from pageweaver.common.strategy import Strategy, available, load
 from pageweaver.common.work import WorkReport
+from pageweaver.eval.arms import OFFLINE_WINDOWS, SAMPLED_ROWS, counting_problem
 from pageweaver.eval.output import BLUE, ORANGE, Report, compact
 from pageweaver.strategies.regroup.offline import OfflineIds, search
 
@@ -36,10 +37,8 @@ if TYPE_CHECKING:
 
 KV_DTYPE = torch.float8_e4m3fn
 ARITHMETIC = "fp8"
-SAMPLED_ROWS = 33  # as the paper samples
 DEFAULT_ROWS = 256
 WARMUP_CALLS, TIMED_CALLS = 5, 25
-OFFLINE_WINDOWS = {"offline_w512": 512, "offline_w2048": 2048}
 PLOTTED_SELECTIONS = 12
 
 
@@ -131,23 +130,6 @@ def check_strategies(names: Sequence[str]) -> list[str]:
         got = repr(unknown[0]) if unknown else "none"
         raise ValueError(f"strategies: got {got}, supported: {', '.join(available())}")
     return list(dict.fromkeys(names))
-
-
-def counting_problem(selection: Selection, group_size: int = 16) -> AttentionProblem:
-    """A problem with a selection's pages and no numbers: enough for `Strategy.work`, and no memory."""
-    heads, lengths = selection.num_kv_heads, torch.from_numpy(selection.seqused_k.copy())
-    max_pages = -(-int(lengths.max()) // selection.page_size) if len(lengths) else 0
-    one_head = torch.zeros(1, 1, 1, HEAD_DIM)
-    cache = one_head.to(KV_DTYPE).expand(1, selection.page_size, heads, HEAD_DIM)
-    return AttentionProblem(
-        q=one_head[0].bfloat16().expand(selection.total_q, heads * group_size, HEAD_DIM),
-        k_cache=cache,
-        v_cache=cache,
-        q2k_indices=torch.from_numpy(selection.q2k_indices.copy()),
-        cu_seqlens_q=torch.from_numpy(selection.cu_seqlens_q.copy()),
-        seqused_k=lengths,
-        page_table=torch.zeros(len(lengths), max_pages, dtype=torch.int32),
-    )
 
 
 def time_call(strategy: Strategy, problem: AttentionProblem) -> float:

@@ -1,109 +1,172 @@
 """How long does a call take? Complete calls, attention alone and preparation alone, on one CUDA device.
 
-Every arm is captured in a CUDA graph of `CALLS` calls; the arms take turns inside a round, and the order
-rotates from round to round. A row's `median_ms` is over rounds, and all samples are kept. Before it is
-timed, an arm is compared with float64 on sampled rows; a red check stops the report.
+Every arm is captured in a CUDA graph; the arms take turns inside a round, and the order rotates from round to
+round. A row's `median_ms` is over rounds, and all samples are kept. Before it is timed, an arm is compared
+with float64 on sampled rows; a red check stops the report. Without a CUDA device arms are counted, not timed.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
+from rich import box
+from rich.table import Table
 
 from pageweaver.common.captures import Selection
+from pageweaver.common.errors import UnsupportedDeviceError
 from pageweaver.common.problem import AttentionProblem, make_problem
-from pageweaver.common.reference import exact_attention, nrms
-from pageweaver.common.strategy import Strategy, load
-from pageweaver.eval.output import Report, part_of, provenance
+from pageweaver.common.reference import exact_attention
+from pageweaver.eval.arms import (
+    Arm,
+    counting_problem,
+    fixed_of,
+    make_arm,
+    make_strategy,
+    original_of,
+    parse_arm,
+    sample_rows,
+    without_arithmetic,
+)
+from pageweaver.eval.output import Report, part_of
+from pageweaver.eval.timing import (
+    BOUNDARIES,
+    EAGER,
+    Protocol,
+    Timings,
+    describe_inputs,
+    time_arms,
+)
 
-SCHEMA = "pageweaver-operator-1"
-CALLS, ROUNDS, WARMUP_CALLS = 20, 7, 3
-SAMPLED_ROWS = 33
-# Rounding of single FP8 probabilities and queries is about 4%; an arm past this is wrong, not imprecise.
-MOST_NRMS = 0.05
-BOUNDARIES = ("complete", "attention", "prepare")
+BENCH = "operator"
+DEFAULT_ARMS = "per_query,union4,union8,union8/cluster"
+# A row's boundary where nothing was timed: no CUDA device, or no kernels of this arm in this build.
+COUNTED, NOT_RUN = "counted", "not run"
+COUNTS = ("edges", "visits", "rounds", "reuse", "partials")
+
+Samples = Mapping[tuple[str, str], Sequence[float]]
+Extra = Callable[[Sequence[Arm], Mapping[str, Any]], Iterator[dict[str, Any]]]
 
 
-@dataclass
-class Arm:
-    """One strategy, ready to be captured."""
+def regrouping(samples: Samples, arm: str) -> dict[str, float]:
+    """What an order costs and saves, in microseconds, by Eq. 7: medians of differences inside a round.
 
-    name: str
-    strategy: Strategy
-    nrms: float
-    work: dict[str, Any]
-    calls: dict[str, Callable[[], object]]
+    Parameters
+    ----------
+    samples : mapping
+        (arm, boundary) -> milliseconds, all of the same rounds.
+    arm : str
 
-
-def make_arm(name: str, problem: AttentionProblem, rows: torch.Tensor, exact: torch.Tensor) -> Arm:
-    """Set up a strategy on a problem and check it.
-
-    Raises
-    ------
-    ValueError
-        Its error against float64 on `rows` is above `MOST_NRMS`.
+    Returns
+    -------
+    dict
+        Whichever of these the samples tell. ``net_us``: the original order's complete call less this one's.
+        ``increment_us``: this complete call less that of its own ids, ready-made; what grouping adds.
+        ``grouping_us``: the same of preparations alone.
     """
-    base, _, mapping = name.partition("/")
-    strategy = load(base, backend="cuda", **({"mapping": mapping} if mapping else {}))
-    complete, split = strategy.workspace(problem), strategy.workspace(problem)
-    out = torch.full_like(problem.q, torch.nan)
-    strategy(problem, out, workspace=complete)
-    error = nrms(out[rows].cpu(), exact.cpu())
-    if not error <= MOST_NRMS:
-        raise ValueError(f"{name}: got NRMS {error:.4f} against float64, supported: at most {MOST_NRMS}")
-    # Counted by the reference's schedule: counting may synchronise, timing may not.
-    work = load(base, backend="reference").work(problem).to_dict()
-    schedule = strategy.prepare(problem, split)
-    calls: dict[str, Callable[[], object]] = {
-        "complete": lambda: strategy(problem, out, workspace=complete),
-        "attention": lambda: strategy.execute(problem, schedule, out),
+
+    def difference(more: tuple[str, str], less: tuple[str, str]) -> float | None:
+        if more not in samples or less not in samples:
+            return None
+        pairs = zip(samples[more], samples[less], strict=True)
+        return 1000 * statistics.median(a - b for a, b in pairs)
+
+    found: dict[str, float | None] = {}
+    original, fixed = original_of(arm), fixed_of(arm)
+    if arm != original and parse_arm(arm)[0] != "per_query":
+        found["net_us"] = difference((original, "complete"), (arm, "complete"))
+    if fixed is not None:
+        found["increment_us"] = difference((arm, "complete"), (fixed, "complete"))
+        found["grouping_us"] = difference((arm, "prepare"), (fixed, "prepare"))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def case_of(problem: AttentionProblem, selection: Selection) -> dict[str, Any]:
+    """What a row says of its input."""
+    return {
+        "case": selection.name,
+        "sha256": selection.sha256,
+        "total_q": selection.total_q,
+        "batch_size": selection.batch_size,
+        "context": int(selection.seqused_k.max()) if selection.batch_size else 0,
+        "topk": selection.topk,
+        "page_size": selection.page_size,
+        "num_kv_heads": selection.num_kv_heads,
+        "group_size": problem.group_size,
+        "kv_dtype": str(problem.k_cache.dtype).removeprefix("torch."),
     }
-    if strategy.workspace_layout(problem):
-        calls["prepare"] = lambda: strategy.prepare(problem, complete)
-    return Arm(name, strategy, error, work, calls)
 
 
-def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`CALLS` calls as one graph, after a warm-up on a stream of their own."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUP_CALLS):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    return graph
+def timed_rows(
+    arms: Sequence[Arm], timings: Timings, common: Mapping[str, Any], protocol: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """A JSON-ready row for each arm and boundary that was timed."""
+    for arm in arms:
+        for boundary in (*BOUNDARIES, EAGER):
+            samples = timings.samples.get((arm.name, boundary))
+            if samples is None:
+                continue
+            yield {
+                **common,
+                "arm": arm.name,
+                "arithmetic": arm.arithmetic,
+                "boundary": boundary,
+                "median_ms": statistics.median(samples),
+                "samples_ms": samples,
+                "nrms": arm.nrms,
+                **{key: arm.work[key] for key in COUNTS},
+                **(regrouping(timings.samples, arm.name) if boundary == "complete" else {}),
+                "protocol": dict(protocol),
+                "interrupted": timings.interrupted,
+                "sm_mhz": timings.sm_mhz,
+            }
 
 
-def time_rotated(graphs: Sequence[torch.cuda.CUDAGraph], report: Report) -> list[list[float]]:
-    """Milliseconds a call, ``[graphs][ROUNDS]``; the first graph of a round moves on by one each time."""
-    samples: list[list[float]] = [[] for _ in graphs]
-    for graph in graphs:
-        graph.replay()
-    torch.cuda.synchronize()
-    for turn in range(ROUNDS):
-        for place in range(len(graphs)):
-            index = (turn + place) % len(graphs)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graphs[index].replay()
-            end.record()
-            torch.cuda.synchronize()
-            samples[index].append(start.elapsed_time(end) / CALLS)
-        report((turn + 1) / ROUNDS, "timing")
-    return samples
+def counted_rows(
+    selection: Selection,
+    names: Sequence[str],
+    group_size: int,
+    kv_dtype: torch.dtype,
+    common: Mapping[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """A JSON-ready row for each arm, with its work and no time: for machines without a CUDA device."""
+    counting = counting_problem(selection, group_size, kv_dtype)
+    for name in names:
+        work = (
+            make_strategy(without_arithmetic(name), selection, counting, "reference").work(counting).to_dict()
+        )
+        counts = {key: work[key] for key in COUNTS}
+        yield {**common, **case_of(counting, selection), **untimed(name, COUNTED), **counts}
+
+
+def untimed(arm: str, boundary: str) -> dict[str, Any]:
+    """The part of a row that says that nothing was timed; counts are None until they are filled in."""
+    return {
+        "arm": arm,
+        "arithmetic": None,
+        "boundary": boundary,
+        "median_ms": None,
+        "samples_ms": [],
+        "nrms": None,
+        **dict.fromkeys(COUNTS),
+    }
 
 
 def measure(
-    selections: Sequence[Selection], names: Sequence[str], *, seed: int, command: str, report: Report
+    selections: Sequence[Selection],
+    names: Sequence[str],
+    *,
+    protocol: Protocol,
+    header: Mapping[str, Any],
+    device: torch.device,
+    seed: int = 0,
+    group_size: int = 16,
+    kv_dtype: torch.dtype = torch.float8_e4m3fn,
+    skip_missing: bool = False,
+    extra: Extra | None = None,
+    report: Report,
 ) -> Iterator[dict[str, Any]]:
     """Time every arm on every selection.
 
@@ -111,11 +174,22 @@ def measure(
     ----------
     selections : sequence of Selection
     names : sequence of str
-        Strategies with a CUDA backend; ``union8/cluster`` is union8 in another mapping.
-    seed : int
-        Of queries, keys and values.
-    command : str
+        Arms; see `pageweaver.eval.arms`.
+    protocol : Protocol
+    header : mapping
         What made the rows, kept in each.
+    device : torch.device
+        Arms are timed on a CUDA device and counted on any other.
+    seed : int
+        Of queries, keys, values and the sampled rows.
+    group_size : int
+        Query heads a KV head.
+    kv_dtype : torch.dtype
+        Of the cache.
+    skip_missing : bool
+        Name an arm that has no kernels here in a row of its own, instead of refusing.
+    extra : callable, optional
+        ``extra(arms, common)`` gives more rows for a selection whose arms are timed.
     report : callable
         Told the fraction done.
 
@@ -123,30 +197,66 @@ def measure(
     ------
     dict
         One JSON-ready row an arm and boundary.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        An arm has no kernels here, unless `skip_missing`.
+    KeyboardInterrupt
+        Ctrl-C; what was finished has been yielded.
     """
-    device = torch.device("cuda")
-    header = {"schema": SCHEMA, "command": command, **provenance(device)}
     for index, selection in enumerate(selections):
         part = part_of(report, index, len(selections))
-        problem = make_problem(selection, seed=seed, device=device)
-        sampled = np.random.default_rng(seed).choice(
-            selection.total_q, min(SAMPLED_ROWS, selection.total_q), replace=False
-        )
-        rows = torch.from_numpy(np.sort(sampled)).to(device)
-        exact, _ = exact_attention(problem, torch.float64, rows)
-        arms = [make_arm(name, problem, rows, exact) for name in names]
-        timed = [(arm, boundary) for arm in arms for boundary in BOUNDARIES if boundary in arm.calls]
-        samples = time_rotated([capture(arm.calls[boundary]) for arm, boundary in timed], part)
-        for (arm, boundary), milliseconds in zip(timed, samples, strict=True):
-            yield {
-                **header,
-                "case": selection.name,
-                "sha256": selection.sha256,
-                "arm": arm.name,
-                "arithmetic": arm.strategy.resolve(problem)[1],
-                "boundary": boundary,
-                "median_ms": statistics.median(milliseconds),
-                "samples_ms": milliseconds,
-                "nrms": arm.nrms,
-                **{key: arm.work[key] for key in ("edges", "visits", "rounds", "reuse")},
-            }
+        part(0.0, selection.name)
+        if device.type != "cuda":
+            yield from counted_rows(selection, names, group_size, kv_dtype, header)
+            continue
+        problems = [
+            make_problem(
+                selection, group_size=group_size, kv_dtype=kv_dtype, seed=seed + place, device=device
+            )
+            for place in range(protocol.inputs)
+        ]
+        rows = sample_rows(selection, seed).to(device)
+        exact, _ = exact_attention(problems[0], torch.float64, rows)
+        common = {**header, **case_of(problems[0], selection)}
+        arms = []
+        for name in names:
+            part(0.0, f"{selection.name}: {name}")
+            try:
+                arms.append(make_arm(name, selection, problems, rows, exact))
+            except UnsupportedDeviceError as error:
+                if not skip_missing:
+                    raise
+                yield {**common, **untimed(name, NOT_RUN), "reason": str(error)}
+        timings = time_arms(arms, protocol, part)
+        yield from timed_rows(arms, timings, common, describe_inputs(problems, protocol))
+        if timings.interrupted:
+            raise KeyboardInterrupt
+        if extra is not None:
+            yield from extra(arms, common)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Rows for people: times where there are some, else counts."""
+    timed = any(row["median_ms"] is not None for row in rows)
+    regroups = any("net_us" in row for row in rows)
+    counts = ["visits", "rounds"] if timed else ["visits", "reuse", "rounds"]
+    table = Table("selection", "arm", "boundary", box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = [*(["ms", "NRMS"] if timed else []), *counts]
+    for heading in [*headings, *(["net us", "increment us", "grouping us"] if regroups else [])]:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [row["case"], row["arm"], row["boundary"]]
+        if timed:
+            cells += [number(row["median_ms"], ".4f"), number(row["nrms"], ".2%")]
+        cells += [number(row[name], ".2f" if name == "reuse" else ",") for name in counts]
+        if regroups:
+            cells += [number(row.get(name), "+.1f") for name in ("net_us", "increment_us", "grouping_us")]
+        table.add_row(*cells)
+    return table
+
+
+def number(value: float | None, form: str) -> str:
+    """A figure, or a dash where there is none."""
+    return "-" if value is None else format(value, form)

@@ -1,4 +1,4 @@
-"""What the commands share: consoles, progress, provenance, and files that are whole or not there."""
+"""What the commands share: consoles, errors, progress, provenance, and files that are whole or not there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
+import typer
+from rich.console import Console as RichConsole
 from rich.progress import (
     BarColumn,
     Progress,
@@ -22,8 +24,10 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.text import Text
 
 from pageweaver.common.captures import atomic_write_bytes
+from pageweaver.common.errors import UnsupportedDeviceError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,12 +37,54 @@ BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#595959"
 
 DEFAULT_CAPTURES = Path("captures") / "smollm2_64k.safetensors"
 
+MAX_SEED = 2**32 - 1
+SELECTION_HELP = "FILE.safetensors, FILE.safetensors:NAME, or synthetic:low|mid|high|interleaved."
+EXPECTED_ERRORS = (
+    FileNotFoundError,
+    ImportError,
+    MemoryError,
+    OSError,
+    TypeError,
+    ValueError,
+    UnsupportedDeviceError,
+    torch.OutOfMemoryError,
+)
+
 # Called with the fraction done, from 0 to 1, and what comes next in words.
 Report = Callable[[float, str], None]
 
 
+class Console(RichConsole):
+    """Falls silent when its reader leaves (`| head`), so that the work ends and its files are written."""
+
+    def on_broken_pipe(self) -> None:
+        """Send what follows, and what Python flushes at exit, nowhere."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @contextmanager
-def progress_bar(console: Console) -> Iterator[Report]:
+def reporting_errors() -> Iterator[None]:
+    """Turn errors that the caller can mend, and Ctrl-C, into one line and an exit code."""
+    errors = Console(stderr=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        errors.print("Interrupted; no file was left half-written.", style="yellow")
+        raise typer.Exit(130) from None
+    except EXPECTED_ERRORS as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        errors.print(Text(f"Error: {text}", style="bold red"), soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def say(console: RichConsole, text: str) -> None:
+    """Print a line as it is: no markup, and no breaks inside paths."""
+    console.print(Text(text), soft_wrap=True)
+
+
+@contextmanager
+def progress_bar(console: RichConsole) -> Iterator[Report]:
     """Show a progress bar while the body runs; it vanishes at the end.
 
     Parameters
@@ -52,7 +98,7 @@ def progress_bar(console: Console) -> Iterator[Report]:
     callable
         ``report(fraction, text)``.
     """
-    where = console if console.is_terminal else Console(stderr=True)
+    where = console if console.is_terminal else RichConsole(stderr=True)
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -103,14 +149,16 @@ def default_captures() -> str:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """What a JSON row says of where it came from: device, versions, and the commit of a git checkout."""
+    """What a JSON row says of where it came from: device, versions, the checkout's commit and its state."""
+    commit, dirty = _commit()
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "driver": driver_version() if device.type == "cuda" else None,
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "torch": torch.__version__,
         "pageweaver": version("pageweaver"),
-        "commit": _commit(),
+        "commit": commit,
+        "dirty": dirty,
     }
 
 
@@ -124,17 +172,22 @@ def driver_version() -> str | None:
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None
 
 
-def _commit() -> str | None:
-    """Hash of the checkout's commit, ``-dirty`` after it when tracked files differ."""
+def _commit() -> tuple[str | None, bool | None]:
+    """Hash of the checkout's commit, and whether tracked files differ from it; None where git cannot tell."""
     root = repository_root()
     if root is None:
-        return None
+        return None, None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        return None, None
+    return split_commit(done.stdout.strip()) if done.returncode == 0 else (None, None)
+
+
+def split_commit(text: str) -> tuple[str, bool]:
+    """Take ``HASH`` or ``HASH-dirty`` apart."""
+    return text.removesuffix("-dirty"), text.endswith("-dirty")
 
 
 def check_folder(path: Path, *names: str) -> None:

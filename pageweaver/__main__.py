@@ -6,9 +6,6 @@ line), 130 interrupted.
 
 from __future__ import annotations
 
-import os
-import shlex
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -20,26 +17,22 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
-from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
 import pageweaver
-from pageweaver.eval.output import default_captures, progress_bar
-
-MAX_SEED = 2**32 - 1
-SHOWN_TABLES = 10  # of a comparison; a capture file may hold a hundred selections
-EXPECTED_ERRORS = (
-    FileNotFoundError,
-    ImportError,
-    MemoryError,
-    OSError,
-    TypeError,
-    ValueError,
-    pageweaver.UnsupportedDeviceError,
-    torch.OutOfMemoryError,
+from pageweaver.bench import bench
+from pageweaver.eval.output import (
+    MAX_SEED,
+    SELECTION_HELP,
+    Console,
+    default_captures,
+    progress_bar,
+    reporting_errors,
+    say,
 )
-SELECTION_HELP = "FILE.safetensors, FILE.safetensors:NAME, or synthetic:low|mid|high|interleaved."
+
+SHOWN_TABLES = 10  # of a comparison; a capture file may hold a hundred selections
 
 app = typer.Typer(
     name="pageweaver",
@@ -48,15 +41,6 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Console(RichConsole):
-    """Falls silent when its reader leaves (`| head`), so that the work ends and its files are written."""
-
-    def on_broken_pipe(self) -> None:
-        """Send what follows, and what Python flushes at exit, nowhere."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Device(str, Enum):
@@ -81,26 +65,6 @@ class Objective(str, Enum):
     rounds = "rounds"
 
 
-@contextmanager
-def reporting_errors() -> Iterator[None]:
-    """Turn errors that the caller can mend, and Ctrl-C, into one line and an exit code."""
-    errors = Console(stderr=True)
-    try:
-        yield
-    except KeyboardInterrupt:
-        errors.print("Interrupted; no file was left half-written.", style="yellow")
-        raise typer.Exit(130) from None
-    except EXPECTED_ERRORS as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        errors.print(Text(f"Error: {text}", style="bold red"), soft_wrap=True)
-        raise typer.Exit(2) from None
-
-
-def _say(console: Console, text: str) -> None:
-    """Print a line as it is: no markup, and no breaks inside paths."""
-    console.print(Text(text), soft_wrap=True)
-
-
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"pageweaver {pageweaver.__version__}")
@@ -117,60 +81,7 @@ def options(
     """Query unions over paged KV for page-selected sparse attention."""
 
 
-bench = typer.Typer(help="Measure on a CUDA device; one command a question.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-
-
-@bench.command()
-@reporting_errors()
-def operator(
-    selections: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SELECTION", help=f"{SELECTION_HELP} Default: the repository's real captures."
-        ),
-    ] = None,
-    strategies: Annotated[
-        str, typer.Option(metavar="A,B,...", help="Arms; they take turns in every round.")
-    ] = "per_query,union4,union8,union8/cluster",
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of queries, keys and values.")] = 0,
-    commit: Annotated[
-        str | None, typer.Option(help="Commit to note in the rows where the folder has no git history.")
-    ] = None,
-    output: Annotated[Path, typer.Option(metavar="FILE", help="Gets the JSON rows.")] = Path(
-        "results/operator.jsonl"
-    ),
-) -> None:
-    """Time complete calls, attention alone and preparation alone: graphs of 20 calls, 7 rotated rounds."""
-    from pageweaver.eval import compare as comparing
-    from pageweaver.eval import operator as timing
-    from pageweaver.eval import output as files
-
-    console = Console()
-    if not torch.cuda.is_available():
-        raise pageweaver.UnsupportedDeviceError("bench needs a CUDA device; torch sees none")
-    files.check_folder(output.parent, output.name)
-    arms = [x.strip() for x in strategies.split(",") if x.strip()]
-    comparing.check_strategies([arm.partition("/")[0] for arm in arms])
-    found = [s for word in selections or [default_captures()] for s in pageweaver.resolve_selection(word)]
-    command = shlex.join(["pageweaver", *sys.argv[1:]])
-    with progress_bar(console) as report:
-        rows = list(timing.measure(found, arms, seed=seed, command=command, report=report))
-    if commit is not None:
-        rows = [{**row, "commit": commit} for row in rows]
-    files.write_files(output.parent, {output.name: files.json_lines(rows)})
-    table = Table("selection", "arm", "boundary", "ms", "NRMS", "rounds", box=box.SIMPLE)
-    for row in rows:
-        table.add_row(
-            row["case"],
-            row["arm"],
-            row["boundary"],
-            f"{row['median_ms']:.4f}",
-            f"{row['nrms']:.2%}",
-            f"{row['rounds']:,}",
-        )
-    console.print(table)
-    _say(console, f"Wrote {output} ({len(rows)} rows).")
 
 
 @app.command()
@@ -245,9 +156,9 @@ def compare(
         files.write_files(output, written)
     took = time.perf_counter() - began
     if len(done) > SHOWN_TABLES:
-        _say(console, f"{len(done) - SHOWN_TABLES} more tables are left out; their rows are in the file.")
+        say(console, f"{len(done) - SHOWN_TABLES} more tables are left out; their rows are in the file.")
     console.print(Text(comparing.notes(done), style="dim"))
-    _say(console, f"Wrote {output / 'compare.jsonl'} ({len(lines)} rows) and compare.png in {took:.0f} s.")
+    say(console, f"Wrote {output / 'compare.jsonl'} ({len(lines)} rows) and compare.png in {took:.0f} s.")
 
 
 @app.command()
@@ -280,7 +191,7 @@ def survey(
         },
     )
     surveying.print_survey(console, observations)
-    _say(console, f"Wrote {output / 'survey.jsonl'} ({len(lines)} rows) and survey.png.")
+    say(console, f"Wrote {output / 'survey.jsonl'} ({len(lines)} rows) and survey.png.")
 
 
 @app.command()
@@ -365,7 +276,7 @@ def search(
         table.add_row("change", *change, style="dim")
     console.print(Text(chosen.name, style="bold"))
     console.print(table)
-    _say(console, f"Wrote {output} after {took:.2f} s of search for {objective.value}.")
+    say(console, f"Wrote {output} after {took:.2f} s of search for {objective.value}.")
 
 
 @app.command()
@@ -424,8 +335,8 @@ def capture(
         # A model that does not fit what can be captured, or a device that torch does not have.
         raise ValueError(str(error)) from error
     rows, columns = captured[0].total_q, captured[0].topk
-    _say(console, f"Wrote {output}: {len(captured)} selections of {rows:,} queries x Top{columns}.")
-    _say(console, f"Next: pageweaver survey {output}")
+    say(console, f"Wrote {output}: {len(captured)} selections of {rows:,} queries x Top{columns}.")
+    say(console, f"Next: pageweaver survey {output}")
 
 
 def _numbers(argument: str, text: str) -> list[int]:

@@ -303,6 +303,10 @@ def test_provenance_names_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["device"] == "cpu" and found["pageweaver"] == pw.__version__
     done = types.SimpleNamespace(returncode=0, stdout="0123abc-dirty\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: done)
-    assert output.provenance(cpu)["commit"] == "0123abc-dirty"
+    found = output.provenance(cpu)
+    assert (found["commit"], found["dirty"]) == ("0123abc", True)
+    done.stdout = "0123abc\n"
+    assert output.provenance(cpu)["dirty"] is False
     monkeypatch.setattr(output, "repository_root", lambda: None)
-    assert output.provenance(cpu)["commit"] is None
+    found = output.provenance(cpu)
+    assert found["commit"] is None and found["dirty"] is None

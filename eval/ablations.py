@@ -1,0 +1,186 @@
+"""Which part buys what: group size, mapping, window, order, and each step of the preparation.
+
+The orders are those of the paper's section 5.4, printed beside its figures. Inputs differ, so read ratios to
+union8 across and not milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pageweaver.common.captures import Selection
+from pageweaver.common.problem import selection_support
+from pageweaver.common.strategy import available
+from pageweaver.eval import paper
+from pageweaver.eval.arms import ORIGINAL, Arm
+from pageweaver.eval.operator import COUNTED, NOT_RUN, number, untimed
+from pageweaver.eval.survey import union_counts
+from pageweaver.eval.timing import kernel_microseconds
+
+BENCH = "ablations"
+KERNEL = "kernel"  # boundary of a row that holds one kernel of a complete call
+GROUPS = (4, 8, 16)
+GROUP_ARMS = ("union4", ORIGINAL)
+MAPPING_ARMS = (ORIGINAL, f"{ORIGINAL}/cluster")
+ORDER_ARMS = (
+    ORIGINAL,
+    "regroup_w64",
+    "fixed_w64",
+    "regroup_w128",
+    "fixed_w128",
+    "fixed_w512",
+    "fixed_w2048",
+    "hash_w128",
+    "random_ids",
+    "reorder_w128",
+)
+# Arms whose calls are taken apart into kernels.
+STEP_ARMS = (ORIGINAL, "fixed_w128", "regroup_w128", "reorder_w128")
+
+
+def default_arms() -> list[str]:
+    """All arms of the ablations, and the device's own choice of an order where there is one."""
+    chooser = [name for name in available() if name == "auto"]
+    return list(dict.fromkeys([*GROUP_ARMS, *MAPPING_ARMS, *ORDER_ARMS, *chooser]))
+
+
+def group_rows(selection: Selection, header: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Unions of 4, 8 and 16 consecutive queries, counted: also of sizes that no kernel runs."""
+    support, boundaries = selection_support(selection).numpy(), selection.cu_seqlens_q.tolist()
+    for group in GROUPS:
+        edges, visits, _ = (int(x.sum()) for x in union_counts(support, boundaries, group))
+        yield {
+            **header,
+            "case": selection.name,
+            "sha256": selection.sha256,
+            **untimed(f"groups_of_{group}", COUNTED),
+            "edges": edges,
+            "visits": visits,
+            "reuse": edges / visits if visits else 0.0,
+        }
+
+
+def step_rows(arms: Sequence[Arm], common: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each kernel of a complete call, as the profiler sees them; needs a CUDA device."""
+    for arm in arms:
+        if arm.name in STEP_ARMS:
+            for kernel, microseconds in kernel_microseconds(arm.calls["complete"][0]).items():
+                row = {**common, **untimed(arm.name, KERNEL), "kernel": kernel}
+                yield {**row, "median_ms": microseconds / 1000}
+
+
+def print_ablations(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Tables of one selection's rows, the orders beside the paper's."""
+    console.print(Text(rows[0]["case"], style="bold"))
+    console.print(_groups(rows))
+    console.print(_orders(rows))
+    steps = [row for row in rows if row["boundary"] == KERNEL]
+    if steps:
+        console.print(_steps(steps))
+    for row in rows:
+        if row["boundary"] == NOT_RUN:
+            console.print(Text(f"{row['arm']} not run: {row['reason']}", style="dim"))
+    console.print()
+
+
+def notes(timed: bool) -> str:
+    """What holds for all tables."""
+    parts = [
+        f"Paper: {paper.CAPTURE}: other selections and another kernel, so compare columns of changes.",
+        "Fixed, hashed and random ids are made ahead, and no call pays for them; reorder moves q, page ids"
+        " and outputs in every call.",
+    ]
+    if timed:
+        parts.append(
+            "ms: complete calls. net: what an order saves on union8's; incr: what grouping adds to ready-made"
+            " ids (Eq. 7), both in us and medians of differences inside a round."
+        )
+    else:
+        parts.append("Times need a CUDA device; here everything is counted.")
+    return " ".join(parts)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def _of(rows: Sequence[Mapping[str, Any]], arm: str, boundary: str) -> Mapping[str, Any] | None:
+    return next((row for row in rows if (row["arm"], row["boundary"]) == (arm, boundary)), None)
+
+
+def _median(rows: Sequence[Mapping[str, Any]], arm: str, boundary: str) -> float | None:
+    row = _of(rows, arm, boundary)
+    return None if row is None else row["median_ms"]
+
+
+def _groups(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Group sizes by counts, and the arms that run them in original order."""
+    arms = dict.fromkeys((*(f"groups_of_{group}" for group in GROUPS), *GROUP_ARMS, *MAPPING_ARMS))
+    timed = any(_median(rows, arm, "complete") is not None for arm in arms)
+    table = _table("original order", "visits", "reuse", "rounds")
+    for heading in ("complete ms", "attention ms") if timed else ():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for arm in arms:
+        row = _of(rows, arm, "complete") or _of(rows, arm, COUNTED)
+        if row is not None:
+            cells = [f"{row['visits']:,}", f"{row['reuse']:.2f}", number(row["rounds"], ",")]
+            if timed:
+                cells += [number(_median(rows, arm, b), ".4f") for b in ("complete", "attention")]
+            table.add_row(arm, *cells)
+    return table
+
+
+def _orders(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Orders beside the paper's, relative to union8 on both sides."""
+    base = _of(rows, ORIGINAL, "complete") or _of(rows, ORIGINAL, COUNTED)
+    timed = base is not None and base["median_ms"] is not None
+    table = _table("order", "visits", "change", "paper", "rounds")
+    for heading in ("ms", "change", "paper", "net", "incr") if timed else ():
+        table.add_column(heading, justify="right", no_wrap=True)
+    shown = dict.fromkeys(row["arm"] for row in rows if row["boundary"] in ("complete", COUNTED))
+    known = paper.ORDERS[ORIGINAL]
+    for arm in shown:
+        if arm != ORIGINAL and (arm in (*GROUP_ARMS, *MAPPING_ARMS) or arm.startswith("groups_of")):
+            continue
+        row = _of(rows, arm, "complete") or _of(rows, arm, COUNTED)
+        assert row is not None
+        theirs = paper.ORDERS.get(arm)
+        cells = [
+            f"{row['visits']:,}",
+            _change(row["visits"], None if base is None else base["visits"]),
+            _change(None if theirs is None else theirs.visits, known.visits),
+            f"{row['rounds']:,}",
+        ]
+        if timed:
+            cells += [
+                number(row["median_ms"], ".3f"),
+                _change(row["median_ms"], None if base is None else base["median_ms"]),
+                _change(None if theirs is None else theirs.complete_ms, known.complete_ms),
+                number(row.get("net_us"), "+.1f"),
+                number(row.get("increment_us"), "+.1f"),
+            ]
+        table.add_row(arm, *cells)
+    return table
+
+
+def _change(value: float | None, base: float | None) -> str:
+    return f"{value / base - 1:+.1%}" if value is not None and base else "-"
+
+
+def _steps(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("kernel", "arm", "us")
+    for row in rows:
+        name = row["kernel"]
+        table.add_row(
+            name if len(name) <= 60 else name[:57] + "...", row["arm"], f"{1000 * row['median_ms']:.1f}"
+        )
+    return table
