@@ -70,7 +70,7 @@ class FixedIds(_GivenIds):
         views["query_ids"] = self.given
         return workspace, views
 
-    def order(self, problem: AttentionProblem) -> torch.Tensor:
+    def _order(self, problem: AttentionProblem, views: dict[str, torch.Tensor], backend: str) -> torch.Tensor:
         """The ids themselves; torch launches nothing to copy a tensor onto itself."""
         return self.given
 

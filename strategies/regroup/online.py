@@ -148,9 +148,9 @@ class Auto(OnlineRegroup):
             return Search(self.window, self.objective, choices)
         original = torch.arange(problem.total_q, dtype=torch.int32).expand(problem.num_kv_heads, -1)
         orders = {0: original}
-        for choice, window in enumerate(WINDOWS, 1):
-            if window >= self.queries_per_group(problem):
-                orders[choice] = self._search(problem, window).cpu()
+        for choice, length in enumerate(WINDOWS, 1):
+            if length >= self.queries_per_group(problem):
+                orders[choice] = self._search(problem, length).cpu()
         support = problem.support.cpu().numpy()
         ids = original.clone()
         choices.zero_()
@@ -165,9 +165,9 @@ class Auto(OnlineRegroup):
                     choice: count_rounds(support[head, order[head, window].numpy()], problem.queries_per_tile)
                     for choice, order in orders.items()
                 }
-                choice = min(rounds, key=rounds.__getitem__)
-                choices[head, index] = choice
-                ids[head, window] = orders[choice][head, window]
+                best = min(rounds, key=rounds.__getitem__)
+                choices[head, index] = best
+                ids[head, window] = orders[best][head, window]
         return ids.to(problem.device)
 
 
