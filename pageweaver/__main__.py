@@ -67,6 +67,13 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+class KvDtype(str, Enum):
+    """Element type of the caches."""
+
+    fp8 = "fp8"
+    bf16 = "bf16"
+
+
 class Window(str, Enum):
     """Windows that an offline strategy runs."""
 
@@ -133,6 +140,9 @@ def operator(
     strategies: Annotated[
         str, typer.Option(metavar="A,B,...", help="Arms; they take turns in every round.")
     ] = "per_query,union4,union8,union8/cluster",
+    kv_dtype: Annotated[
+        KvDtype, typer.Option(help="Element type of the caches; bf16 runs no cluster mapping.")
+    ] = KvDtype.fp8,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of queries, keys and values.")] = 0,
     commit: Annotated[
         str | None, typer.Option(help="Commit to note in the rows where the folder has no git history.")
@@ -155,7 +165,8 @@ def operator(
     found = [s for word in selections or [default_captures()] for s in pageweaver.resolve_selection(word)]
     command = shlex.join(["pageweaver", *sys.argv[1:]])
     with progress_bar(console) as report:
-        rows = list(timing.measure(found, arms, seed=seed, command=command, report=report))
+        dtype = {KvDtype.fp8: torch.float8_e4m3fn, KvDtype.bf16: torch.bfloat16}[kv_dtype]
+        rows = list(timing.measure(found, arms, kv_dtype=dtype, seed=seed, command=command, report=report))
     if commit is not None:
         rows = [{**row, "commit": commit} for row in rows]
     files.write_files(output.parent, {output.name: files.json_lines(rows)})

@@ -28,7 +28,8 @@ struct PrepareParams {
     const int32_t* query_ids;  // [num_kv_heads, total_q]; null: original order
     int32_t total_q, num_kv_heads, topk, batch_size, max_pages;
     int32_t queries_per_tile, tiles_per_group;
-    int32_t max_groups, max_union, mask_words, max_packed;
+    int32_t max_groups, max_union, mask_words;
+    int32_t max_packed;  // 0: V is read as it lies, and packed_slots is not touched
     // schedule
     int32_t* identity_ids;    // [num_kv_heads, total_q]; filled with the original order where not null
     int32_t* group_offsets;   // [max_groups + 1]

@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(PrepareParams p) {
         const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
         const int64_t first = int64_t{blockIdx.x - 1} * kPlanThreads + threadIdx.x;
         const int64_t step = int64_t{gridDim.x - 1} * kPlanThreads;
-        for (int64_t i = first; i < slots; i += step) p.packed_slots[i] = -1;
+        if (p.max_packed > 0)
+            for (int64_t i = first; i < slots; i += step) p.packed_slots[i] = -1;
         if (p.identity_ids) {
             const int64_t rows = int64_t{p.num_kv_heads} * p.total_q;
             for (int64_t i = first; i < rows; i += step)
@@ -185,6 +186,7 @@ __global__ void build_unions(PrepareParams p) {
         for (uint32_t bits = bitmap[word]; bits; bits &= bits - 1, ++rank) {
             const int64_t index = slot_base + word * 32 + __ffs(bits) - 1;
             pages_out[rank] = static_cast<int32_t>(index - slot_base);
+            if (p.max_packed == 0) continue;
             int32_t* const slot = p.packed_slots + index;
             if (has_room) {
                 *slot = static_cast<int32_t>(index);
