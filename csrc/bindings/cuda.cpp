@@ -48,7 +48,7 @@ void prepare_unions(const py::dict& arguments, uintptr_t stream) {
     check(launch_prepare(params, reinterpret_cast<cudaStream_t>(stream)), "prepare_unions");
 }
 
-void union_attention(const py::dict& arguments, uintptr_t stream) {
+UnionParams read_union(const py::dict& arguments) {
     UnionParams params{};
     READ(q), READ(q_stride_row), READ(q_stride_head), READ(out), READ(out_stride_row), READ(out_stride_head);
     READ(lse), READ(lse_stride_row), READ(lse_stride_head), READ(cu_seqlens_q), READ(seqused_k);
@@ -58,26 +58,54 @@ void union_attention(const py::dict& arguments, uintptr_t stream) {
     READ(v_scale_pointer), READ(softmax_scale), READ(k_scale), READ(v_scale), READ(total_q);
     READ(num_kv_heads), READ(num_qo_heads), READ(group_shift), READ(batch_size), READ(max_pages);
     READ(queries_per_tile), READ(tiles_per_group), READ(max_groups), READ(max_union), READ(mask_words);
-    const void* k_cache = nullptr;
-    int64_t num_pages = 0, stride_page = 0, stride_token = 0, stride_head = 0;
-    read(k_cache, arguments, "k_cache");
-    read(num_pages, arguments, "num_pages");
-    read(stride_page, arguments, "k_stride_page");
-    read(stride_token, arguments, "k_stride_token");
-    read(stride_head, arguments, "k_stride_head");
+    return params;
+}
+
+#undef READ
+
+// A cache as it lies in memory, strides in bytes.
+struct Cache {
+    const void* data;
+    int64_t num_pages, stride_page, stride_token, stride_head;
+
+    Cache(const py::dict& arguments, const std::string& name, int element_bytes) {
+        read(data, arguments, (name + "_cache").c_str());
+        read(num_pages, arguments, "num_pages");
+        read(stride_page, arguments, (name + "_stride_page").c_str());
+        read(stride_token, arguments, (name + "_stride_token").c_str());
+        read(stride_head, arguments, (name + "_stride_head").c_str());
+        for (int64_t* stride : {&stride_page, &stride_token, &stride_head}) *stride *= element_bytes;
+    }
+};
+
+void union_attention(const py::dict& arguments, uintptr_t stream) {
+    const UnionParams params = read_union(arguments);
+    const Cache keys(arguments, "k", 1);
     int32_t mapping_code = 0;
     read(mapping_code, arguments, "mapping");
     const Mapping mapping = static_cast<Mapping>(mapping_code);
     const int box_tokens = mapping == Mapping::kCluster ? kPageSize / 2 : kPageSize;
     CUtensorMap key_map;
-    check(make_key_map(&key_map, k_cache, num_pages, params.num_kv_heads, stride_page, stride_token,
-                       stride_head, box_tokens),
+    check(make_key_map(&key_map, keys.data, keys.num_pages, params.num_kv_heads, keys.stride_page,
+                       keys.stride_token, keys.stride_head, box_tokens),
           "union_attention (tensor map of k_cache)");
     check(launch_union_attention(params, key_map, mapping, reinterpret_cast<cudaStream_t>(stream)),
           "union_attention");
 }
 
-#undef READ
+void bf16_attention(const py::dict& arguments, uintptr_t stream) {
+    const UnionParams params = read_union(arguments);
+    const Cache keys(arguments, "k", 2), values(arguments, "v", 2);
+    CUtensorMap key_map, value_map;
+    check(make_bf16_map(&key_map, keys.data, keys.num_pages, params.num_kv_heads, keys.stride_page,
+                        keys.stride_token, keys.stride_head, kPageSize, 1),
+          "bf16_attention (tensor map of k_cache)");
+    check(make_bf16_map(&value_map, values.data, values.num_pages, params.num_kv_heads, values.stride_page,
+                        values.stride_token, values.stride_head, kPageSize / 2, 2),
+          "bf16_attention (tensor map of v_cache)");
+    check(launch_bf16_attention(params, key_map, value_map, reinterpret_cast<cudaStream_t>(stream)),
+          "bf16_attention");
+}
 
 }  // namespace
 
@@ -87,4 +115,6 @@ PYBIND11_MODULE(_cuda, module) {
                "Order, groups, union lists, masks, order of units and packed V^T of one call.");
     module.def("union_attention", &union_attention, py::arg("arguments"), py::arg("stream"),
                "FP8 attention over a union schedule.");
+    module.def("bf16_attention", &bf16_attention, py::arg("arguments"), py::arg("stream"),
+               "BF16 attention over a union schedule.");
 }

@@ -138,6 +138,7 @@ __device__ void build_union(const PrepareParams& p, int head, int group, int req
         const int slot = slot_of(edge);
         atomicOr(&masks[rank * p.mask_words + slot / 32], 1u << (slot % 32));
         pages_out[rank] = page;
+        if (p.max_packed == 0) return;
         int32_t* const place = p.packed_slots + slot_base + page;
         if (has_room) {
             *place = static_cast<int32_t>(slot_base + page);

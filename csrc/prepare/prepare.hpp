@@ -28,13 +28,14 @@ struct PrepareParams {
     const int32_t* query_ids;  // [num_kv_heads, total_q]; null: original order, or what the search finds
     int32_t total_q, num_kv_heads, topk, batch_size, max_pages;
     int32_t queries_per_tile, tiles_per_group;
-    int32_t max_groups, max_union, mask_words, max_packed;
+    int32_t max_groups, max_union, mask_words;
+    int32_t max_packed;  // 0: V is read as it lies, and packed_slots is not touched
     // search for an order (csrc/regroup); window 0: none
     int32_t window;       // queries a search window, 64 or 128, at least a group
     int32_t max_windows;  // of one KV head
     int32_t by_rounds;    // objective: 0 visits, 1 rounds
-    int32_t*
-        window_choices;  // [num_kv_heads, max_windows]; null: every window takes the order searched for it
+    // [num_kv_heads, max_windows]; null: every window takes the order searched for it
+    int32_t* window_choices;
     // schedule
     int32_t* written_ids;    // [num_kv_heads, total_q]; original order or what was found; null: ids are given
     int32_t* group_offsets;  // [max_groups + 1]

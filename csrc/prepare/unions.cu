@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(PrepareParams p) {
         const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
         const int64_t first = int64_t{blockIdx.x - 1} * kPlanThreads + threadIdx.x;
         const int64_t step = int64_t{gridDim.x - 1} * kPlanThreads;
-        for (int64_t i = first; i < slots; i += step) p.packed_slots[i] = -1;
+        if (p.max_packed > 0)
+            for (int64_t i = first; i < slots; i += step) p.packed_slots[i] = -1;
         if (p.written_ids) {
             const int64_t rows = int64_t{p.num_kv_heads} * p.total_q;
             for (int64_t i = first; i < rows; i += step)

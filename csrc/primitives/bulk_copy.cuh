@@ -36,6 +36,16 @@ __device__ __forceinline__ void cp_async_bulk_tensor(uint32_t target, const CUte
         : "memory");
 }
 
+// The same of a 5-D tensor map.
+__device__ __forceinline__ void cp_async_bulk_tensor(uint32_t target, const CUtensorMap* map,
+                                                     uint32_t barrier, int x, int y, int z, int w, int v) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+        "%6, %7}], [%2];" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+        : "memory");
+}
+
 // Both to the same offset of every CTA in `cta_mask`, signalling each one's barrier.
 __device__ __forceinline__ void cp_async_bulk_multicast(uint32_t target, const void* source, uint32_t bytes,
                                                         uint32_t barrier, uint16_t cta_mask) {

@@ -1,4 +1,4 @@
-// E4M3 packing and the base-2 exponential.
+// E4M3 and BF16 packing and the base-2 exponential.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,13 @@ __device__ __forceinline__ uint32_t cvt_e4m3x4(float a, float b, float c, float 
         "mov.b32 %0, {low, high};\n}"
         : "=r"(packed)
         : "f"(a), "f"(b), "f"(c), "f"(d));
+    return packed;
+}
+
+// Rounds two floats to BF16, the first in the lower half.
+__device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(packed) : "f"(low), "f"(high));
     return packed;
 }
 

@@ -87,6 +87,11 @@ __device__ __forceinline__ void cluster_sync() {
             : "memory");
 }
 
+// Synchronises `threads` threads of the CTA, whole warps. Barrier 0 is that of __syncthreads.
+__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -53,4 +53,15 @@ cudaError_t make_key_map(CUtensorMap* map, const void* k_cache, int64_t num_page
 cudaError_t launch_union_attention(const UnionParams& params, const CUtensorMap& key_map, Mapping mapping,
                                    cudaStream_t stream);
 
+// K or V of a BF16 cache: a tensor map over [num_pages, num_kv_heads, 2, page_size, 64] with the 128-byte
+// swizzle, the last dimension half of a head's columns; `box_halves` halves of `box_tokens` tokens of one
+// page and head a copy. Strides are in bytes.
+cudaError_t make_bf16_map(CUtensorMap* map, const void* cache, int64_t num_pages, int64_t num_kv_heads,
+                          int64_t stride_page, int64_t stride_token, int64_t stride_head, int box_tokens,
+                          int box_halves);
+
+// Attention over BF16 caches, mapping kIndependent.
+cudaError_t launch_bf16_attention(const UnionParams& params, const CUtensorMap& key_map,
+                                  const CUtensorMap& value_map, cudaStream_t stream);
+
 }  // namespace pageweaver

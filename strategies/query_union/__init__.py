@@ -74,6 +74,16 @@ class QueryUnion(Strategy):
             raise ValueError(f"mapping: got {mapping!r}, supported by {self.name}: {supported}")
         self.mapping = mapping
 
+    def resolve(self, problem: AttentionProblem) -> tuple[str, str]:
+        """See `Strategy.resolve`; refuses mapping "cluster" where the CUDA kernel has no such choice."""
+        backend, arithmetic = super().resolve(problem)
+        if backend == "cuda" and arithmetic == "bf16" and self.mapping not in MAPPINGS[:1]:
+            raise ValueError(
+                f"mapping: got {self.mapping!r}, supported by {self.name} for {problem.k_cache.dtype}:"
+                f" {MAPPINGS[:1]}"
+            )
+        return backend, arithmetic
+
     def queries_per_group(self, problem: AttentionProblem) -> int:
         """Slots of a full group: ``tiles_per_group`` tiles of 64 head-rows."""
         return self.tiles_per_group * problem.queries_per_tile

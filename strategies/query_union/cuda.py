@@ -14,7 +14,9 @@ from pageweaver.common.strategy import Capabilities, Layout
 from pageweaver.strategies.query_union.unions import UnionSchedule, union_layout
 
 CUDA_CAPABILITIES = Capabilities(
-    arithmetics={torch.float8_e4m3fn: ("fp8",)}, page_sizes=(128,), graph_capturable=True
+    arithmetics={torch.float8_e4m3fn: ("fp8",), torch.bfloat16: ("bf16",)},
+    page_sizes=(128,),
+    graph_capturable=True,
 )
 # Kernels read 16 bytes at a time, and the copy engine addresses in units of them.
 ALIGNMENT_BYTES = 16
@@ -29,19 +31,20 @@ _SCALES = ("softmax_scale", "k_scale", "v_scale")
 
 
 def cuda_layout(problem: AttentionProblem, queries_per_group: int) -> Layout:
-    """Buffers of a union schedule and of the packed V that its kernels read, from shapes alone."""
+    """Buffers of a union schedule and of the packed V that FP8 kernels read, from shapes alone."""
     base = union_layout(problem, queries_per_group)
     heads, batch, max_pages = problem.num_kv_heads, problem.batch_size, problem.max_pages
     max_groups = base["union_counts"][0][1]
     tiles = max(1, queries_per_group // problem.queries_per_tile)
+    packed_slots = heads * batch * max_pages if problem.k_cache.dtype == torch.float8_e4m3fn else 0
     # No more pages can be selected than there are edges.
-    max_packed = min(heads * batch * max_pages, heads * problem.total_q * problem.topk)
+    max_packed = min(packed_slots, heads * problem.total_q * problem.topk)
     return {
         **base,
         "group_requests": ((max_groups,), torch.int32),
         "tile_counts": ((heads, max_groups, tiles), torch.int32),
         "unit_order": ((heads * max_groups,), torch.int32),
-        "packed_slots": ((heads, batch, max_pages), torch.int32),
+        "packed_slots": ((packed_slots,), torch.int32),
         "packed_v": ((max_packed, HEAD_DIM, problem.page_size), torch.uint8),
         "group_starts": ((batch + 1,), torch.int32),
         "window_starts": ((batch + 1,), torch.int32),
@@ -68,7 +71,7 @@ def check_device(problem: AttentionProblem) -> None:
 
 
 def check_alignment(name: str, tensor: torch.Tensor) -> None:
-    """Refuse addresses or strides that are no multiple of 16 bytes, and expanded keys.
+    """Refuse addresses or strides that are no multiple of 16 bytes, and expanded caches.
 
     Raises
     ------
@@ -82,7 +85,8 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
             f" supported: {ALIGNMENT_BYTES}-byte alignment"
         )
     for dim, (length, stride) in enumerate(zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)):
-        if length > 1 and stride == 0 and name == "k_cache":
+        # The copy engine reads keys, and values where they are not packed, and takes no such stride.
+        if length > 1 and stride == 0 and (name == "k_cache" or (name == "v_cache" and size == 2)):
             raise ValueError(
                 f"{name}.stride({dim}): got 0 (an expanded tensor), supported: pages with memory of their own"
             )
@@ -171,7 +175,7 @@ def max_windows(problem: AttentionProblem, window: int) -> int:
 def prepare_cuda(
     problem: AttentionProblem, views: dict[str, torch.Tensor], order: Search | torch.Tensor | None
 ) -> None:
-    """Build unions, order units and pack V^T on the problem's device and current stream.
+    """Build unions, order units, pack the V^T of FP8 caches: on the problem's device and current stream.
 
     Parameters
     ----------
@@ -232,6 +236,7 @@ def execute_cuda(
         **_strides("q", problem.q, row=0, head=1),
         **_strides("out", out, row=0, head=1),
         **_strides("k", problem.k_cache, page=0, token=1, head=2),
+        **_strides("v", problem.v_cache, page=0, token=1, head=2),
         **scales,
         "q": problem.q.data_ptr(),
         "out": out.data_ptr(),
@@ -239,6 +244,7 @@ def execute_cuda(
         "lse_stride_row": 0 if lse is None else lse.stride(0),
         "lse_stride_head": 0 if lse is None else lse.stride(1),
         "k_cache": problem.k_cache.data_ptr(),
+        "v_cache": problem.v_cache.data_ptr(),
         "num_pages": problem.num_pages,
         "num_qo_heads": problem.num_qo_heads,
         "group_shift": problem.group_size.bit_length() - 1,
@@ -246,4 +252,6 @@ def execute_cuda(
         "query_ids": 0 if schedule.identity else schedule.query_ids.data_ptr(),
     }
     with torch.cuda.device(problem.device):
-        load_cuda().union_attention(arguments, torch.cuda.current_stream().cuda_stream)
+        kernels = load_cuda()
+        run = kernels.bf16_attention if schedule.arithmetic == "bf16" else kernels.union_attention
+        run(arguments, torch.cuda.current_stream().cuda_stream)
