@@ -230,5 +230,5 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"NRMS to float64 on {len(row['sampled_rows'])} sampled rows; to per_query ({row['peer']},"
         f" {row['backend']}) on all {row['total_q']:,}. LSE: largest absolute difference. Arms on a line gave"
-        f" the same bits. The paper: {low:.2%} to {high:.2%} for its FP8 kernel against FP32, captured inputs."
+        f" the same bits. The paper: {low:.2%} to {high:.2%} for its FP8 kernel against FP32, captures."
     )

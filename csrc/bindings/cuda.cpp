@@ -89,8 +89,12 @@ void union_attention(const py::dict& arguments, uintptr_t stream) {
     check(make_key_map(&key_map, keys.data, keys.num_pages, params.num_kv_heads, keys.stride_page,
                        keys.stride_token, keys.stride_head, box_tokens),
           "union_attention (tensor map of k_cache)");
-    check(launch_union_attention(params, key_map, mapping, reinterpret_cast<cudaStream_t>(stream)),
-          "union_attention");
+    int32_t arithmetic_code = 0;
+    read(arithmetic_code, arguments, "arithmetic");
+    const Arithmetic arithmetic = static_cast<Arithmetic>(arithmetic_code);
+    check(
+        launch_union_attention(params, key_map, mapping, arithmetic, reinterpret_cast<cudaStream_t>(stream)),
+        "union_attention");
 }
 
 void bf16_attention(const py::dict& arguments, uintptr_t stream) {

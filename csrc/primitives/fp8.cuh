@@ -1,6 +1,8 @@
 // E4M3 and BF16 packing and the base-2 exponential.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 namespace pageweaver {
@@ -23,6 +25,20 @@ __device__ __forceinline__ uint32_t cvt_e4m3x4(float a, float b, float c, float 
         : "=r"(packed)
         : "f"(a), "f"(b), "f"(c), "f"(d));
     return packed;
+}
+
+// Rounds to the four significant bits that E4M3 holds of numbers from 2^-6 to 448: 20 bits of the mantissa
+// are cut off by adding and subtracting a multiple of x (Veltkamp's splitting).
+__device__ __forceinline__ float round_to_e4m3(float x) {
+    const float shifted = __fmul_rn(x, 1048577.0f);
+    return __fsub_rn(shifted, __fsub_rn(shifted, x));
+}
+
+// Two E4M3 numbers as floats, the lower byte first.
+__device__ __forceinline__ float2 cvt_float2(uint16_t e4m3x2) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(e4m3x2));
+    return __half22float2(*reinterpret_cast<const __half2*>(&halves));
 }
 
 // Rounds two floats to BF16, the first in the lower half.

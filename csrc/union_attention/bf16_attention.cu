@@ -152,16 +152,6 @@ __device__ inline float2 load_queries(const UnionParams& p, const Tile& tile, in
     return make_float2(powers[0], powers[1]);
 }
 
-// The factor that makes base-2 logits of raw products.
-__device__ inline float logit_factor(const UnionParams& p, float power) {
-    const float softmax_scale = p.softmax_scale_pointer ? *p.softmax_scale_pointer : p.softmax_scale;
-    const float k_scale = p.k_scale_pointer ? *p.k_scale_pointer : p.k_scale;
-    const float factor = power * (softmax_scale * k_scale * kLog2e);
-    // A scale that is NaN or negative yields NaN, not a plausible row.
-    if (factor < 0.0f) return NAN;
-    return factor > kLogitFactorMax ? kLogitFactorMax : factor < kLogitFactorMin ? kLogitFactorMin : factor;
-}
-
 // The consumer warpgroup: the whole life of one tile.
 __device__ void consume(const UnionParams& p, SharedMemory& shared, const Tile& tile) {
     const int warp = threadIdx.x / 32 % kConsumerWarps, lane = threadIdx.x % 32;
@@ -414,8 +404,9 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
     // Schedule
     zero_padding_rows(p);
-    Tile tile;
-    if (!find_tile(p, tile)) return;
+    if (!has_tile(p)) return;
+    const Tile tile = this_tile(p);
+    if (tile.live_queries <= 0) return;
 
     // Roles
     if (threadIdx.x < kWarpgroup) {

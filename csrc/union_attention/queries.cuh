@@ -15,6 +15,16 @@ constexpr float kQAmaxFloor = 7.888609052210118e-31f;      // 2^-100
 constexpr float kLogitFactorMax = 1.2676506002282294e30f;  // 2^100
 constexpr float kLogitFactorMin = 1e-37f;
 
+// What raw products of queries of scale `q_scale` are multiplied by to be logits in base 2.
+__device__ inline float logit_factor(const UnionParams& p, float q_scale) {
+    const float softmax_scale = p.softmax_scale_pointer ? *p.softmax_scale_pointer : p.softmax_scale;
+    const float k_scale = p.k_scale_pointer ? *p.k_scale_pointer : p.k_scale;
+    const float factor = q_scale * (softmax_scale * k_scale * kLog2e);
+    // A scale that is NaN or negative yields NaN, not a plausible row.
+    if (factor < 0.0f) return NAN;
+    return factor > kLogitFactorMax ? kLogitFactorMax : factor < kLogitFactorMin ? kLogitFactorMin : factor;
+}
+
 // The tile of this CTA.
 struct Tile {
     int64_t unit;  // head * max_groups + group
@@ -31,7 +41,9 @@ __device__ inline int64_t qo_head_of(const UnionParams& p, const Tile& tile, int
 }
 
 // Quantises the 16 head-rows of this warp to E4M3 in shared memory, two lanes a row, and notes their
-// positions. Returns the logit factor (base 2) of row lane / 2.
+// positions. Returns the logit factor (base 2) of row lane / 2. Split: a power of two is the scale, and what
+// E4M3 leaves of a value goes into a second tile behind the first.
+template <bool kIsSplit>
 __device__ inline float quantize_rows(const UnionParams& p, uint8_t* shared_q, int32_t* positions,
                                       const Tile& tile, int warp, int lane) {
     const int row = 16 * warp + lane / 2, half = lane % 2;
@@ -60,25 +72,30 @@ __device__ inline float quantize_rows(const UnionParams& p, uint8_t* shared_q, i
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) amax = fmaxf(amax, fabsf(values[i]));
     amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, 1));
-    const float inverse = kE4m3Max / amax;
+    // Split: the maximum comes to 2^7 to 2^8. That of a row with an infinity is infinity, which yields NaN.
+    const float power = __uint_as_float(__float_as_uint(amax) & 0x7f800000u);
+    const float q_scale = kIsSplit ? power * (1.0f / 128.0f) : amax * (1.0f / kE4m3Max);
+    const float inverse = kIsSplit ? 128.0f / power : kE4m3Max / amax;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 32; ++i) {
-        uint32_t words[4];
+        uint32_t words[4], low_words[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            const float* v = values + 16 * i + 4 * k;
-            words[k] = cvt_e4m3x4(v[0] * inverse, v[1] * inverse, v[2] * inverse, v[3] * inverse);
+            float v[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) v[j] = values[16 * i + 4 * k + j] * inverse;
+            words[k] = cvt_e4m3x4(v[0], v[1], v[2], v[3]);
+            const float2 high0 = cvt_float2(words[k] & 0xffff), high1 = cvt_float2(words[k] >> 16);
+            low_words[k] = cvt_e4m3x4(v[0] - high0.x, v[1] - high0.y, v[2] - high1.x, v[3] - high1.y);
         }
         const int chunk = (half * (kHeadDim / 32) + i) ^ (row % 8);
         *reinterpret_cast<uint4*>(shared_q + row * kHeadDim + chunk * 16) =
             make_uint4(words[0], words[1], words[2], words[3]);
+        if constexpr (kIsSplit)
+            *reinterpret_cast<uint4*>(shared_q + kTileRows * kHeadDim + row * kHeadDim + chunk * 16) =
+                make_uint4(low_words[0], low_words[1], low_words[2], low_words[3]);
     }
-    const float softmax_scale = p.softmax_scale_pointer ? *p.softmax_scale_pointer : p.softmax_scale;
-    const float k_scale = p.k_scale_pointer ? *p.k_scale_pointer : p.k_scale;
-    const float factor = amax * (1.0f / kE4m3Max) * (softmax_scale * k_scale * kLog2e);
-    // A scale that is NaN or negative yields NaN, not a plausible row.
-    if (factor < 0.0f) return NAN;
-    return factor > kLogitFactorMax ? kLogitFactorMax : factor < kLogitFactorMin ? kLogitFactorMin : factor;
+    return logit_factor(p, q_scale);
 }
 
 }  // namespace pageweaver

@@ -22,18 +22,23 @@ struct RingPosition {
     }
 };
 
-// Finds the tile of this CTA in a grid of one CTA a tile, the largest unions first; false: it has no queries.
-__device__ inline bool find_tile(const UnionParams& p, Tile& tile) {
-    const int ticket = blockIdx.x / p.tiles_per_group;
-    if (p.max_groups == 0 || ticket >= p.num_kv_heads * p.counters[kLiveGroups]) return false;
-    tile.unit = p.unit_order[ticket];
+// Whether this CTA has a tile, in a grid of one CTA a tile, the largest unions first.
+__device__ __forceinline__ bool has_tile(const UnionParams& p) {
+    return p.max_groups > 0 &&
+           static_cast<int>(blockIdx.x) / p.tiles_per_group < p.num_kv_heads * p.counters[kLiveGroups];
+}
+
+// The tile of this CTA. One of a group's tail may have no queries.
+__device__ __forceinline__ Tile this_tile(const UnionParams& p) {
+    Tile tile;
+    tile.unit = p.unit_order[blockIdx.x / p.tiles_per_group];
     tile.index = blockIdx.x % p.tiles_per_group;
     tile.head = static_cast<int>(tile.unit / p.max_groups);
     const int group = static_cast<int>(tile.unit % p.max_groups);
     tile.request = p.group_requests[group];
     tile.first_slot = p.group_offsets[group] + tile.index * p.queries_per_tile;
     tile.live_queries = min(p.group_offsets[group + 1] - tile.first_slot, p.queries_per_tile);
-    return tile.live_queries > 0;
+    return tile;
 }
 
 // Rows that belong to no request: zeros and an LSE of -inf.

@@ -14,6 +14,12 @@ enum class Mapping : int32_t {
     kCluster = 1,  // the two tiles of a group are a cluster that shares the group's page stream by multicast
 };
 
+// How Q and the probabilities are rounded, as in common/arithmetic.py.
+enum class Arithmetic : int32_t {
+    kFp8 = 0,    // E4M3
+    kSplit = 1,  // a high and a low E4M3 part
+};
+
 // Pointers are device addresses; strides are in elements.
 struct UnionParams {
     const void* q;  // bf16 [total_q, num_qo_heads, head_dim]
@@ -51,7 +57,7 @@ cudaError_t make_key_map(CUtensorMap* map, const void* k_cache, int64_t num_page
                          int64_t stride_page, int64_t stride_token, int64_t stride_head, int box_tokens);
 
 cudaError_t launch_union_attention(const UnionParams& params, const CUtensorMap& key_map, Mapping mapping,
-                                   cudaStream_t stream);
+                                   Arithmetic arithmetic, cudaStream_t stream);
 
 // K or V of a BF16 cache: a tensor map over [num_pages, num_kv_heads, 2, page_size, 64] with the 128-byte
 // swizzle, the last dimension half of a head's columns; `box_halves` halves of `box_tokens` tokens of one

@@ -13,8 +13,11 @@ from pageweaver.common.problem import HEAD_DIM, AttentionProblem
 from pageweaver.common.strategy import Capabilities, Layout
 from pageweaver.strategies.query_union.unions import UnionSchedule, union_layout
 
+# Places are the codes of csrc/union_attention, here and in MAPPINGS.
+FP8_ARITHMETICS = ("fp8", "split")
+MAPPINGS = ("independent", "cluster")
 CUDA_CAPABILITIES = Capabilities(
-    arithmetics={torch.float8_e4m3fn: ("fp8",), torch.bfloat16: ("bf16",)},
+    arithmetics={torch.float8_e4m3fn: FP8_ARITHMETICS, torch.bfloat16: ("bf16",)},
     page_sizes=(128,),
     graph_capturable=True,
 )
@@ -25,8 +28,6 @@ COUNTERS = 2 * 256 + 3
 # Windows that csrc/regroup searches; its objectives, places being their codes.
 WINDOWS = (64, 128)
 OBJECTIVES = ("visits", "rounds")
-# Places are the codes of csrc/union_attention.
-MAPPINGS = ("independent", "cluster")
 _SCALES = ("softmax_scale", "k_scale", "v_scale")
 
 
@@ -249,6 +250,7 @@ def execute_cuda(
         "num_qo_heads": problem.num_qo_heads,
         "group_shift": problem.group_size.bit_length() - 1,
         "mapping": MAPPINGS.index(schedule.mapping),
+        "arithmetic": 0 if schedule.arithmetic == "bf16" else FP8_ARITHMETICS.index(schedule.arithmetic),
         "query_ids": 0 if schedule.identity else schedule.query_ids.data_ptr(),
     }
     with torch.cuda.device(problem.device):
