@@ -201,6 +201,21 @@ def interruptible(words: Sequence[str], folder: Path) -> Iterator[subprocess.Pop
         process.wait()
 
 
+def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
+    words = [sys.executable, "-X", "importtime", SCRIPT, "doctor"]
+    with interruptible(words, tmp_path) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            # What torch imports is listed before torch itself.
+            if "torch." in line:
+                break
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "")
+    said = [line for line in errors.splitlines() if not line.startswith("import time:")]
+    assert said == ["Interrupted."]
+
+
 def test_ctrl_c_leaves_files_as_they_were(selection_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

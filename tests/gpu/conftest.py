@@ -13,3 +13,9 @@ def target(request: pytest.FixtureRequest) -> Target:
     """Every union strategy and mapping on the GPU."""
     chosen: Target = request.param
     return chosen
+
+
+@pytest.fixture
+def peers() -> tuple[Target, ...]:
+    """Targets whose bits have to be the same."""
+    return TARGETS

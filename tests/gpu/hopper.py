@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +46,13 @@ TARGETS = (
     KernelTarget("union8", options={"mapping": "cluster"}, device="cuda", backend="cuda"),
     KernelTarget("regroup_w128", device="cuda", backend="cuda"),
     KernelTarget("auto", device="cuda", backend="cuda"),
+)
+
+# The same in the arithmetic of two E4M3 parts, where kernels have it.
+SPLIT_TARGETS = tuple(
+    replace(target, arithmetic="split")
+    for target in TARGETS
+    if "split" in pw.load(target.strategy).capabilities["cuda"].arithmetics[E4M3]
 )
 
 # Besides, every other strategy that has kernels: for what is asked of any call, whatever it computes.

@@ -1,8 +1,8 @@
 """Problems that the tests of kernels share, and what is asked of a kernel's numbers.
 
-Tolerances: FP8 costs at most 5% NRMS of float64 on N(0, 1) numbers. A kernel takes the same FP8 steps as its
-torch twin, the reference backend: it may lose 1.2 times as much, and differ by 2%, by exponentials that
-round to the other side, not by another way of rounding.
+What an arithmetic may lose of float64 on N(0, 1) numbers is helpers.RANDOM_NRMS. A kernel takes the same
+steps as its torch twin, the reference backend: it may lose little more, and differ little, by exponentials
+that round to the other side, not by another way of rounding.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ from pageweaver.common.supports import preset
 from ..helpers import E4M3, RANDOM_LSE_ERROR, RANDOM_NRMS, Target, assert_empty, random_problem
 
 DEVICE = "cuda"
-TWIN_FACTOR = 1.2
-TWIN_NRMS = 0.02
+# Of "split" the twin loses 0.18%, nearly all by its BF16 output; the kernel besides up to 0.16%, because the
+# tensor core sums FP8 products to 13 bits.
+TWIN_FACTOR = {"fp8": 1.2, "split": 1.4}
+# Equal but for rounding: two BF16 outputs of values that differ by those 0.16% differ by up to 0.28%.
+TWIN_NRMS = {"fp8": 0.02, "split": 0.003}
 # Rows that see a page or more average the errors of their logits.
-LSE_ERROR = 0.05
+LSE_ERROR = {"fp8": 0.05, "split": 1e-3}
+# Where rounding is fine, no row may hide a coarse step behind the others.
+ROW_ERROR = {"split": 0.01}
 
 # Several requests, one without queries, one of one token, rows past the last one; messy ids, strided views.
 MESSY: dict[str, Any] = {"lengths": (70, 1, 0, 90), "prefixes": (2100, 0, 64, 4000)}
@@ -106,13 +111,17 @@ def assert_accurate(target: Target, problem: pw.AttentionProblem) -> None:
     dead = lse == -torch.inf
     assert torch.equal(result.lse == -torch.inf, dead), "lse: -inf in other rows"
     assert_empty(result[dead.all(dim=1)])
-    error, most = nrms(result.out, out), TWIN_FACTOR * nrms(expected.out, out)
-    allowed = RANDOM_NRMS[target.arithmetic]
+    arithmetic = target.arithmetic
+    error, most = nrms(result.out, out), TWIN_FACTOR[arithmetic] * nrms(expected.out, out)
+    allowed = RANDOM_NRMS[arithmetic]
     assert error <= min(allowed, most), f"NRMS {error}, at most {allowed} and {most}"
-    assert nrms(result.out, expected.out) <= TWIN_NRMS, "NRMS of the twin"
+    assert nrms(result.out, expected.out) <= TWIN_NRMS[arithmetic], "NRMS of the twin"
+    if arithmetic in ROW_ERROR:
+        row_errors = (result.out - out).norm(dim=-1)[~dead] / out.norm(dim=-1)[~dead]
+        assert row_errors.max() <= ROW_ERROR[arithmetic], "worst row"
     lse_error = torch.where(dead, 0.0, (result.lse - lse).abs())
-    assert lse_error.max() <= RANDOM_LSE_ERROR[target.arithmetic]
+    assert lse_error.max() <= RANDOM_LSE_ERROR[arithmetic]
     # Two pages or more: one of them is seen whole.
     pages = (problem.support >= 0).sum(dim=2).repeat_interleave(problem.group_size, dim=0).T.cpu()
     wide = lse_error[pages >= 2]
-    assert not wide.numel() or wide.max() <= LSE_ERROR
+    assert not wide.numel() or wide.max() <= LSE_ERROR[arithmetic]

@@ -1,7 +1,7 @@
 """union4 and union8 on Hopper: their numbers against float64 and against their torch twin.
 
-Probabilities sum to one as rounded, so that V = 1 comes back; 3% is half of what one biased rounding of them
-would show.
+Probabilities sum to one as rounded, so that V = 1 comes back. In FP8, 3% is half of what one biased rounding
+of them would show; in two parts one step of BF16 is allowed, half of what cut-off low parts would show.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .problems import DEVICE, LONG, SIZES, assert_accurate, exact, long_context,
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), WATCHDOG]
 
-V_ONE_ERROR = 0.03
+V_ONE_ERROR = {"fp8": 0.03, "split": 2.0**-8}
 
 
 class TestAccuracy:
@@ -88,7 +88,7 @@ class TestOnes:
             device=DEVICE,
         )
         result = target.run(problem)
-        assert (result.out - 1).abs().max() <= V_ONE_ERROR
+        assert (result.out - 1).abs().max() <= V_ONE_ERROR[target.arithmetic]
         assert (result.lse - exact(problem)[1]).abs().max() <= RANDOM_LSE_ERROR[target.arithmetic]
 
     @pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
@@ -96,4 +96,4 @@ class TestOnes:
         problem = selected("mid", 1000)
         ones = torch.ones(problem.v_cache.shape, device=DEVICE).to(E4M3)
         result = target.run(replaced(problem, v_cache=ones, q=problem.q * size))
-        assert (result.out - 1).abs().max() <= V_ONE_ERROR
+        assert (result.out - 1).abs().max() <= V_ONE_ERROR[target.arithmetic]

@@ -10,7 +10,7 @@ import torch
 import pageweaver as pw
 
 from ..helpers import E4M3, Result, Target, assert_same_bits, poison, random_problem, replaced
-from .hopper import TARGETS, WATCHDOG, missing
+from .hopper import WATCHDOG, missing
 from .problems import DEVICE, LONG, SIZES, assert_accurate, long_context, messy, selected, shuffled_ids
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), WATCHDOG]
@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), WATCHDOG]
 
 class TestSameBits:
     @pytest.mark.parametrize("case", range(len(SIZES)))
-    def test_any_grouping(self, case: int) -> None:
+    def test_any_grouping(self, peers: tuple[Target, ...], case: int) -> None:
         """union4, union8, its mappings, all in any order of queries."""
         problem = messy(case)
-        expected = TARGETS[0].run(problem)
-        for target in TARGETS:
+        expected = peers[0].run(problem)
+        for target in peers:
             assert_same_bits(target.run(problem), expected)
             strategy = target.load(problem)
             for seed in range(2):
@@ -36,17 +36,17 @@ class TestSameBits:
                 assert_same_bits(Result(out.float().cpu(), lse.cpu()), expected)
 
     @pytest.mark.parametrize("name", ["low", "high"])
-    def test_selections(self, name: str) -> None:
+    def test_selections(self, peers: tuple[Target, ...], name: str) -> None:
         problem = selected(name, 4096)
-        expected = TARGETS[0].run(problem)
-        for target in TARGETS[1:]:
+        expected = peers[0].run(problem)
+        for target in peers[1:]:
             assert_same_bits(target.run(problem), expected)
 
-    def test_a_million_tokens(self) -> None:
+    def test_a_million_tokens(self, peers: tuple[Target, ...]) -> None:
         for case in range(len(LONG)):
             problem = long_context(case)
-            expected = TARGETS[0].run(problem)
-            for target in TARGETS[1:]:
+            expected = peers[0].run(problem)
+            for target in peers[1:]:
                 assert_same_bits(target.run(problem), expected)
 
     @pytest.mark.parametrize("kind", ["low", "high", "ties"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ...helpers import Target
-from ..hopper import TARGETS, WATCHDOG, missing
+from ..hopper import SPLIT_TARGETS, TARGETS, WATCHDOG, missing
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def kernels() -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture(params=TARGETS, ids=str)
+@pytest.fixture(params=TARGETS + SPLIT_TARGETS, ids=str)
 def target(request: pytest.FixtureRequest, kernels: None) -> Target:
     chosen: Target = request.param
     return chosen
