@@ -23,9 +23,7 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function
 except ImportError as error:
-    raise ImportError(
-        "the bridge needs transformers 5.17 or later: pip install 'pageweaver[transformers]'"
-    ) from error
+    raise ImportError("the bridge needs transformers 5.17 or later: pip install '.[transformers]'") from error
 
 __all__ = ["IMPLEMENTATION", "paths", "register", "using"]
 

@@ -190,6 +190,33 @@ def test_fp8_copy_costs_what_it_says() -> None:
         assert torch.equal(louder, out)
 
 
+def test_arithmetic_is_passed_on() -> None:
+    """An E4M3 copy has a choice of two; in FP32 only the copy's rounding is left."""
+    query, key, value, blocks = layer_inputs(
+        batch=1, kv_heads=2, index_heads=2, tokens=512, buffer=512, q_len=4, first=508
+    )
+    # The largest of so many N(0, 1) numbers lies between 448 / 128 and 448 / 64.
+    copies = [(tensor * 64).to(torch.float8_e4m3fn).bfloat16() / 64 for tensor in (key, value)]
+    with bridge.using(fp8_copy=True, arithmetic="float32"):
+        out = attend(query, key, value, block_indices=blocks)
+    assert bridge.paths()[MODULE.layer_idx] == "union8 (reference, float32), cache copied to E4M3"
+    wanted = exact(query, *copies, blocks, 508)
+    torch.testing.assert_close(out.double(), wanted, rtol=BF16_ROUNDING, atol=FP32_ERROR)
+
+
+def test_layers_without_blocks_go_to_sdpa() -> None:
+    """With all that they were given: the vision tower's attention is not causal."""
+    query, key, value, _ = layer_inputs(
+        batch=2, kv_heads=8, index_heads=8, tokens=64, buffer=64, q_len=64, first=0, group=1
+    )
+    out = attend(query, key, value, is_causal=False)
+    wanted, _ = AttentionInterface()["sdpa"](
+        MODULE, query, key, value, None, scaling=128**-0.5, is_causal=False
+    )
+    assert torch.equal(out, wanted) and bridge.paths()[MODULE.layer_idx] == "sdpa"
+    assert not torch.equal(out, attend(query, key, value))
+
+
 def test_empty_selection_is_zero() -> None:
     query, key, value, blocks = layer_inputs(
         batch=1, kv_heads=1, index_heads=1, tokens=512, buffer=512, q_len=4, first=508
@@ -294,7 +321,7 @@ def test_operator_check() -> None:
 def test_missing_transformers_says_what_to_install() -> None:
     code = "import sys; sys.modules['transformers'] = None; import pageweaver.bridges.transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install 'pageweaver[transformers]'" in done.stderr.splitlines()[-1]
+    assert "pip install '.[transformers]'" in done.stderr.splitlines()[-1]
 
 
 # Whole models from here on.
