@@ -46,7 +46,7 @@ def test_rows() -> None:
         for turn in range(2):
             parts = [own[name]["samples_ms"][turn] for name in ("indexer", "attention", "rest")]
             assert sum(parts) == pytest.approx(own["layer"]["samples_ms"][turn])
-        assert own["attention"]["path"].startswith(f"{arm} (reference, float32)")
+        assert own["attention"]["path"].startswith(f"{arm} (reference, bf16)")
         assert 0 < own["attention"]["nrms"] < prefill.MOST_NRMS
         assert 1 < own["attention"]["reuse"] < 8
     assert eager["tokens_read"] == 400 and eager["out_of_memory"] is False and eager["median_ms"] > 0
