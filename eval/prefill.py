@@ -123,7 +123,7 @@ class Prefill:
             query, key, value = tensors[:3]
             blocks = options["block_indices"]
             rows = torch.randperm(query.shape[2], device=query.device)[:SAMPLED_ROWS]
-            size = module.config.index_block_size  # type: ignore[union-attr]
+            size: Any = module.config.index_block_size  # type: ignore[union-attr]
             wanted = exact_rows(query, key, value, blocks, rows, size, options["scaling"])
             self.errors.append(nrms(out[0, rows].cpu(), wanted.cpu()))
             self.reuse.append(reuse(blocks, -(-key.shape[2] // size)))
