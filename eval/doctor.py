@@ -30,7 +30,7 @@ ENVIRONMENT: Mapping[str, str] = {}
 # Packages that only a part needs, and that part.
 OPTIONAL = {
     "triton": "only the GPU baselines need it; comes with CUDA builds of torch on Linux",
-    "transformers": "only `pageweaver capture` needs it: pip install '.[capture]'",
+    "transformers": "only its bridge and `pageweaver capture` need it: pip install '.[transformers]'",
     "accelerate": "only `pageweaver capture` of GGUF files needs it: pip install '.[capture]'",
     "gguf": "only `pageweaver capture` of GGUF files needs it: pip install '.[capture]'",
 }

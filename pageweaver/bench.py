@@ -213,6 +213,48 @@ def numerics(
     say(console, f"Wrote {output} ({len(done)} rows).")
 
 
+@bench.command()
+@reporting_errors()
+def prefill(
+    strategies: Annotated[
+        str, typer.Option(metavar="A,B,...", help="Strategies; they take turns in every round.")
+    ] = "per_query,union8,regroup_w128",
+    tokens: Annotated[int, typer.Option(min=1, help="Of the prompt.")] = 65536,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens a forward pass.")] = 16384,
+    layers: Annotated[int, typer.Option(min=1, help="Sparse layers of MiniMax-M3, as wide as it is.")] = 3,
+    rounds: Rounds = 5,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of weights and prompt.")] = 0,
+    commit: Commit = None,
+    output: RowFile = Path("results/prefill.jsonl"),
+) -> None:
+    """Time a long prefill of transformers' MiniMax-M3 layers: indexer, attention and the rest.
+
+    Needs pip install '.\\[transformers]'. Weights and prompt are random.
+    """
+    from pageweaver.eval import prefill as timing
+
+    console = Console()
+    device = _device()
+    if device.type != "cuda":
+        raise pageweaver.UnsupportedDeviceError("bench prefill needs a CUDA device; torch sees none")
+    files.check_folder(output.parent, output.name)
+    config, arms = timing.real_config(layers), timing.check_arms(strategies)
+    with progress_bar(console) as report:
+        made = timing.measure(
+            config,
+            arms,
+            tokens=tokens,
+            chunk=chunk,
+            rounds=rounds,
+            header=_header(timing.BENCH, device, commit),
+            device=device,
+            seed=seed,
+            report=report,
+        )
+        rows = _collect(console, made, output, lambda rows: timing.print_prefill(console, rows))
+    _close(console, rows, output, device)
+
+
 def _selections(words: list[str] | None, quick: bool) -> list[pageweaver.Selection]:
     found = [s for word in words or [files.default_captures()] for s in pageweaver.resolve_selection(word)]
     return found[:QUICK_SELECTIONS] if quick else found

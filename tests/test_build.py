@@ -56,7 +56,7 @@ def test_folders_do_not_reach_the_top_level(name: str, tmp_path: Path) -> None:
     assert _python(code, tmp_path) == "None"
 
 
-@pytest.mark.parametrize("name", ["common", "strategies", "eval"])
+@pytest.mark.parametrize("name", ["common", "strategies", "bridges", "eval"])
 def test_folders_are_packages_of_pageweaver(name: str, tmp_path: Path) -> None:
     code = f"import pageweaver.{name} as module; print(module.__name__)"
     assert _python(code, tmp_path) == f"pageweaver.{name}"

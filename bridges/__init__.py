@@ -1,0 +1,1 @@
+"""Adapters to what others run; each module names its host."""

@@ -1,0 +1,315 @@
+"""Where does a long prefill's time go in a layer of MiniMax-M3: the indexer, attention, or the rest?
+
+Sparse layers of transformers' own class, real widths and random weights, read a random prompt in chunks on a
+DynamicCache. Arms are strategies of the bridge; they take turns in every round, and the order rotates. A
+row's `median_ms` is over rounds, for one layer and the whole prompt. Before it is timed, an arm's attention
+in the last chunk is compared with float64 on sampled rows; a red check stops the report. At the end
+transformers' eager attention reads the same chunks, or runs out of memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+
+from pageweaver.bridges import transformers as bridge
+from pageweaver.common.reference import nrms
+from pageweaver.common.strategy import available, load
+from pageweaver.eval.output import Report
+
+BENCH = "prefill"
+TIMED = "pageweaver_timed"
+BOUNDARIES = ("indexer", "attention", "rest", "layer")
+SAMPLED_ROWS = 33
+REUSE_QUERIES = 8  # of a group of union8, at 16 query heads a KV head
+# Rounding to BF16 stays under 0.3% on N(0, 1) inputs, and keys here are normalised.
+MOST_NRMS = 0.01
+
+
+def real_config(layers: int) -> Any:
+    """Sparse layers as wide as the released model's; of the vocabulary only what a random prompt needs."""
+    from transformers import MiniMaxM3VLTextConfig
+
+    return MiniMaxM3VLTextConfig(
+        num_hidden_layers=layers, layer_types=["minimax_m3_sparse"] * layers, vocab_size=4096, bos_token_id=0
+    )
+
+
+def check_arms(words: str) -> list[str]:
+    """Strategies of a comma-separated list, without repetitions.
+
+    Raises
+    ------
+    ValueError
+        None, or one that is none or that needs ids.
+    """
+    arms = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
+    if not arms:
+        raise ValueError(f"strategies: got none, supported: {', '.join(available())}")
+    for arm in arms:
+        load(arm)
+    return arms
+
+
+class Stopwatch:
+    """Sums of times between marks, by part: of events on a CUDA device, so that nothing waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.spans: list[tuple[str, Any, Any]] = []
+
+    def mark(self) -> Any:
+        """Now, in the order of the device's work."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, part: str, start: Any) -> None:
+        """A part that began at `start` ends now."""
+        self.spans.append((part, start, self.mark()))
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds of every part since the last `take`."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        sums: dict[str, float] = defaultdict(float)
+        for part, start, end in self.spans:
+            sums[part] += start.elapsed_time(end) if self.cuda else (end - start) * 1e3
+        self.spans.clear()
+        return sums
+
+
+class Prefill:
+    """A model whose layers are timed and whose attention is checked."""
+
+    def __init__(self, config: Any, device: torch.device, seed: int) -> None:
+        from transformers import AutoModel
+
+        AttentionInterface.register(TIMED, self._attention)
+        AttentionMaskInterface.register(TIMED, AttentionMaskInterface()[bridge.IMPLEMENTATION])
+        torch.manual_seed(seed)
+        with torch.device(device):
+            self.model = AutoModel.from_config(config, dtype=torch.bfloat16, attn_implementation=TIMED).eval()
+        self.watch = Stopwatch(device)
+        self.checking = False
+        self.errors: list[float] = []
+        self.reuse: list[float] = []
+        for layer in self.model.layers:
+            self._time(layer, "layer")
+            self._time(layer.self_attn.indexer, "indexer")
+
+    def _time(self, module: torch.nn.Module, part: str) -> None:
+        starts: list[Any] = []
+        module.register_forward_pre_hook(lambda *_: starts.append(self.watch.mark()))
+        module.register_forward_hook(lambda *_: self.watch.add(part, starts.pop()))
+
+    def _attention(self, module: torch.nn.Module, *tensors: Any, **options: Any) -> Any:
+        start = self.watch.mark()
+        out, weights = AttentionInterface()[bridge.IMPLEMENTATION](module, *tensors, **options)
+        self.watch.add("attention", start)
+        if self.checking:
+            query, key, value = tensors[:3]
+            blocks = options["block_indices"]
+            rows = torch.randperm(query.shape[2], device=query.device)[:SAMPLED_ROWS]
+            size: Any = module.config.index_block_size  # type: ignore[union-attr]
+            wanted = exact_rows(query, key, value, blocks, rows, size, options["scaling"])
+            self.errors.append(nrms(out[0, rows].cpu(), wanted.cpu()))
+            self.reuse.append(reuse(blocks, -(-key.shape[2] // size)))
+        return out, weights
+
+    @torch.no_grad()
+    def run(self, ids: torch.Tensor, chunk: int, *, check: bool = False) -> int:
+        """Read a prompt; returns the tokens read, fewer where memory ran out."""
+        names = inspect.signature(self.model.forward).parameters
+        cache = {"cache" if "cache" in names else "past_key_values": DynamicCache(config=self.model.config)}
+        self.errors, self.reuse = [], []
+        read = 0
+        for part in ids.split(chunk, dim=1):
+            self.checking = check and read + part.shape[1] == ids.shape[1]
+            try:
+                self.model(part, **cache)
+            except torch.OutOfMemoryError:
+                break
+            read += part.shape[1]
+        return read
+
+
+def exact_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: torch.Tensor,
+    rows: torch.Tensor,
+    block_size: int,
+    scaling: float,
+) -> torch.Tensor:
+    """float64 ``[rows, heads, head_dim]`` of sampled queries, which are the first request's last tokens."""
+    tokens = torch.arange(key.shape[2], device=query.device)
+    seen_causally = tokens <= (key.shape[2] - query.shape[2] + rows)[:, None]
+    group = query.shape[1] // key.shape[1]
+    heads = []
+    for head in range(key.shape[1]):
+        own = blocks[0, head * blocks.shape[1] // key.shape[1], rows]
+        seen = seen_causally & (own[:, :, None] == tokens // block_size).any(dim=1)
+        q = query[0, head * group : (head + 1) * group, rows].double()
+        logits = (q @ key[0, head].double().T * scaling).masked_fill(~seen, -torch.inf)
+        heads.append(logits.softmax(dim=2) @ value[0, head].double())
+    return torch.cat(heads).transpose(0, 1)
+
+
+def reuse(blocks: torch.Tensor, pages: int) -> float:
+    """Edges a visit (Eq. 3) of whole groups of `REUSE_QUERIES` neighbours in the first request."""
+    whole = blocks.shape[2] // REUSE_QUERIES * REUSE_QUERIES
+    chosen = torch.zeros(blocks.shape[1], whole, pages + 1, dtype=torch.bool, device=blocks.device)
+    ids = blocks[0, :, :whole]
+    chosen.scatter_(2, torch.where(ids < 0, pages, ids), True)
+    chosen = chosen[..., :pages]
+    visits = chosen.unflatten(1, (-1, REUSE_QUERIES)).any(dim=2).sum()
+    return int(chosen.sum()) / int(visits)
+
+
+def measure(
+    config: Any,
+    arms: Sequence[str],
+    *,
+    tokens: int,
+    chunk: int,
+    rounds: int,
+    header: Mapping[str, Any],
+    device: torch.device,
+    seed: int,
+    report: Report,
+) -> Iterator[dict[str, Any]]:
+    """Time a prefill with every arm.
+
+    Parameters
+    ----------
+    config : MiniMaxM3VLTextConfig
+        Whose layers are all sparse.
+    arms : sequence of str
+        Strategies.
+    tokens, chunk : int
+        Of the prompt, and of each forward pass.
+    rounds : int
+        Samples of each arm.
+    header : mapping
+        What begins every row.
+    device : torch.device
+        On the CPU the reference backend runs, for a look at what the rows hold.
+    seed : int
+        Of weights and prompt.
+    report : callable
+        Told the fraction done.
+
+    Yields
+    ------
+    dict
+        One JSON-ready row an arm and boundary, then one of transformers' eager attention.
+
+    Raises
+    ------
+    ValueError
+        An arm's error against float64 is above `MOST_NRMS`.
+    MemoryError
+        An arm, or the model's own indexer, runs out of device memory.
+    """
+    cuda = device.type == "cuda"
+    bridge.register(backend=None if cuda else "reference")
+    report(0.0, "building the model")
+    prefill = Prefill(config, device, seed)
+    ids = torch.randint(2, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(seed)).to(
+        device
+    )
+    import transformers
+
+    header = {
+        **header,
+        "case": f"{tokens} tokens in chunks of {chunk}",
+        "transformers": transformers.__version__,
+        "layers": config.num_hidden_layers,
+        "heads": f"{config.num_attention_heads}:{config.num_key_value_heads}",
+        "hidden_size": config.hidden_size,
+        "tokens": tokens,
+        "chunk": chunk,
+    }
+    known: dict[str, dict[str, Any]] = {}
+    for arm in arms:
+        report(0.1, f"checking {arm}")
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        with bridge.using(strategy=arm):
+            # Twice: what a first call compiles or allocates is in no timed run, nor is the check.
+            for check in (False, True):
+                if prefill.run(ids, chunk, check=check) < tokens:
+                    raise MemoryError(
+                        f"{arm}: a prefill of {tokens} tokens in chunks of {chunk} does not fit"
+                    )
+        error = max(prefill.errors)
+        if not error <= MOST_NRMS:
+            raise ValueError(f"{arm}: got NRMS {error:.4f} against float64, supported: at most {MOST_NRMS}")
+        known[arm] = {"path": bridge.paths()[0], "nrms": error, "reuse": statistics.mean(prefill.reuse)}
+    prefill.watch.take()
+    samples: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for turn in range(rounds):
+        for place in range(len(arms)):
+            arm = arms[(turn + place) % len(arms)]
+            report(0.2 + 0.7 * turn / rounds, f"timing {arm}")
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(device)
+            with bridge.using(strategy=arm):
+                prefill.run(ids, chunk)
+            parts = prefill.watch.take()
+            parts["rest"] = parts["layer"] - parts["indexer"] - parts["attention"]
+            for boundary in BOUNDARIES:
+                samples[arm, boundary].append(parts[boundary] / config.num_hidden_layers)
+            known[arm]["peak_bytes"] = torch.cuda.max_memory_allocated(device) if cuda else None
+    for (arm, boundary), milliseconds in samples.items():
+        yield {
+            **header,
+            "arm": arm,
+            "boundary": boundary,
+            "median_ms": statistics.median(milliseconds),
+            "samples_ms": milliseconds,
+            **known[arm],
+        }
+    report(0.9, "transformers' eager attention")
+    if cuda:
+        torch.cuda.empty_cache()
+    prefill.model.set_attn_implementation("eager")
+    read = prefill.run(ids, chunk)
+    took = prefill.watch.take()["layer"] / config.num_hidden_layers
+    done = read == tokens
+    yield {
+        **header,
+        "arm": "eager",
+        "boundary": "layer",
+        "median_ms": took if done else None,
+        "out_of_memory": not done,
+        "tokens_read": read,
+    }
+
+
+def print_prefill(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A line an arm: milliseconds a layer, in parts; last what eager attention did."""
+    *timed, eager = rows
+    table = Table("arm", "ran on", *(f"{x}, ms" for x in BOUNDARIES), "NRMS", box=box.SIMPLE)
+    for arm in dict.fromkeys(row["arm"] for row in timed):
+        own = {row["boundary"]: row for row in timed if row["arm"] == arm}
+        milliseconds = [f"{own[boundary]['median_ms']:.2f}" for boundary in BOUNDARIES]
+        table.add_row(arm, own["layer"]["path"], *milliseconds, f"{own['layer']['nrms']:.2%}")
+    console.print(table)
+    done = f"{eager['tokens_read']:,} of {eager['tokens']:,} tokens"
+    end = "then memory ran out" if eager["out_of_memory"] else f"{eager['median_ms']:.2f} ms a layer, once"
+    console.print(f"Eager attention read {done}: {end}.")

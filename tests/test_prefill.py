@@ -1,0 +1,87 @@
+"""The prefill measurement on the CPU: what its rows hold, and that it refuses to time what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from . import minimax_m3 as m3
+
+if reason := m3.why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+from pageweaver.bridges import transformers as bridge
+from pageweaver.eval import prefill
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(prefill, "SAMPLED_ROWS", 5)
+    yield
+    bridge.register()
+
+
+def measured(report: Any = lambda *_: None) -> list[dict[str, Any]]:
+    config = m3.build(num_hidden_layers=2, layer_types=["minimax_m3_sparse"] * 2).config
+    arms = ("per_query", "union8")
+    options = {"tokens": 400, "chunk": 256, "rounds": 2, "device": torch.device("cpu"), "seed": 0}
+    return list(prefill.measure(config, arms, header={"schema": "x"}, report=report, **options))
+
+
+def test_rows() -> None:
+    """Parts add up to the layer, arms take turns in rotated order, and eager attention comes last."""
+    told: list[str] = []
+    rows = measured(lambda _, text: told.append(text))
+    assert [text for text in told if text.startswith("timing")] == [
+        f"timing {arm}" for arm in ("per_query", "union8", "union8", "per_query")
+    ]
+    *timed, eager = rows
+    assert len(timed) == 2 * 4
+    for arm in ("per_query", "union8"):
+        own = {row["boundary"]: row for row in timed if row["arm"] == arm}
+        assert all(len(row["samples_ms"]) == 2 and min(row["samples_ms"]) > 0 for row in own.values())
+        for turn in range(2):
+            parts = [own[name]["samples_ms"][turn] for name in ("indexer", "attention", "rest")]
+            assert sum(parts) == pytest.approx(own["layer"]["samples_ms"][turn])
+        assert own["attention"]["path"].startswith(f"{arm} (reference, bf16)")
+        assert 0 < own["attention"]["nrms"] < prefill.MOST_NRMS
+        assert 1 < own["attention"]["reuse"] < 8
+    assert eager["tokens_read"] == 400 and eager["out_of_memory"] is False and eager["median_ms"] > 0
+
+
+def test_red_check_stops_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that misses the scale is refused."""
+    monkeypatch.setattr(prefill, "exact_rows", lambda *given: 2 * exact_rows(*given))
+    with pytest.raises(ValueError, match=r"per_query: got NRMS 0\.5"):
+        measured()
+
+
+exact_rows = prefill.exact_rows
+
+
+def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(prefill.Prefill, "_attention", full)
+    with pytest.raises(MemoryError, match="per_query: a prefill of 400 tokens in chunks of 256 does not fit"):
+        measured()
+
+
+def test_reuse() -> None:
+    """Eight queries on the same two pages, then eight on their own page each."""
+    blocks = torch.full((1, 1, 16, 3), -1)
+    blocks[0, 0, :8, :2] = torch.tensor([4, 1])
+    blocks[0, 0, 8:, 0] = torch.arange(8)
+    assert prefill.reuse(blocks, 9) == (16 + 8) / (2 + 8)
+
+
+def test_real_widths() -> None:
+    """The attention of the released model: 64 heads on 4, Top16 of blocks of 128."""
+    config = prefill.real_config(3)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (64, 4, 128)
+    assert (config.index_n_heads, config.index_topk_blocks, config.index_block_size) == (4, 16, 128)
+    assert config.layer_types == ["minimax_m3_sparse"] * 3 and config.hidden_size == 6144
