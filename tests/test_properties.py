@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from pageweaver.strategies.regroup.greedy import greedy_order_numpy
 from .helpers import INT32_MAX, INT32_MIN, Target, poison, visible_pages
 
 PAGE_SIZE = 64
-OWNERS = ("per_query", "union4", "union8", "regroup_w64", "regroup_w128", "offline_w512")
+OWNERS = ("per_query", "union4", "union8", "regroup_w64", "regroup_w128", "auto", "offline_w512")
 
 # One cache for all problems: schedules never read it. Enough pages for the longest prefix.
 CACHE = torch.zeros(64, PAGE_SIZE, 2, 128).bfloat16()
@@ -139,12 +139,13 @@ def test_regroup_is_eq_6(problem: pw.AttentionProblem) -> None:
     tile = 64 // problem.group_size
     bounds = problem.cu_seqlens_q.tolist()
     pages = problem.support.int().numpy()
-    for name, window in (("regroup_w64", 64), ("regroup_w128", 128)):
-        ids = pw.load(name).prepare(problem).query_ids.numpy()  # type: ignore[attr-defined]
+    cases = product((("regroup_w64", 64), ("regroup_w128", 128)), ("visits", "rounds"))
+    for (name, window), objective in cases:
+        ids = pw.load(name, objective=objective).prepare(problem).query_ids.numpy()  # type: ignore[attr-defined]
         for head in range(problem.num_kv_heads):
             for first, last in pairwise(bounds):
                 rows = pages[head, first:last]
-                expected = first + greedy_order_numpy(rows, max(window, 2 * tile), 2 * tile, tile)
+                expected = first + greedy_order_numpy(rows, max(window, 2 * tile), 2 * tile, tile, objective)
                 np.testing.assert_array_equal(ids[head, first:last], expected)
 
 
