@@ -8,6 +8,7 @@
 namespace pageweaver {
 
 __device__ inline int warp_inclusive_sum(int value, int lane) {
+#pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
         const int other = __shfl_up_sync(kAllLanes, value, step);
         if (lane >= step) value += other;
@@ -53,7 +54,8 @@ __device__ inline int visible_page(const PrepareParams& p, int head, int request
 
 // 32-bit words of shared memory that a warp needs to build a union.
 __host__ __device__ inline int64_t union_words(const PrepareParams& p) {
-    return int64_t{2} * ((p.max_pages + 31) / 32) + int64_t{p.max_union} * p.mask_words;
+    const int64_t edges = int64_t{p.queries_per_tile} * p.tiles_per_group * p.topk;
+    return int64_t{2} * ((p.max_pages + 31) / 32) + int64_t{p.max_union} * p.mask_words + edges;
 }
 
 __device__ inline void note_group(const PrepareParams& p, int group, int request, Span span) {
@@ -82,43 +84,47 @@ __device__ inline void clear_group(const PrepareParams& p, int head, int group, 
 template <typename PageOf>
 __device__ void build_union(const PrepareParams& p, int head, int group, int request, int slots,
                             uint32_t* scratch, const PageOf& page_of) {
-    constexpr int kOwnEdges = 4;
+    constexpr int kLoads = 4;  // in flight
     const int lane = threadIdx.x % kWarp;
     const int page_words = (p.max_pages + 31) / 32;
     const int mask_total = p.max_union * p.mask_words;
-    uint32_t* bitmap = scratch;
-    uint32_t* prefix = bitmap + page_words;
-    uint32_t* masks = prefix + page_words;
+    uint32_t* const bitmap = scratch;
+    uint32_t* const prefix = bitmap + page_words;
+    uint32_t* const masks = prefix + page_words;
+    int* const edge_pages = reinterpret_cast<int*>(masks + mask_total);
     const int64_t unit = int64_t{head} * p.max_groups + group;
     int32_t* const pages_out = p.union_pages + unit * p.max_union;
     uint32_t* const masks_out = p.union_masks + unit * mask_total;
+
+    // The code is short on purpose, loops are not unrolled: a warp runs it once, and what it waits for is
+    // its next instruction.
+#pragma unroll 1
+    for (int w = lane; w < page_words; w += kWarp) bitmap[w] = 0;
+#pragma unroll 1
+    for (int i = lane; i < mask_total; i += kWarp) masks[i] = 0;
+    __syncwarp();
 
     // An edge is a slot and a column, slot * topk + column; 24 bits of 1 / topk divide any number of edges.
     const int edges = slots * p.topk;
     const uint32_t reciprocal = (1u << 24) / p.topk + 1;
     const auto slot_of = [&](int edge) { return static_cast<int>(__umulhi(edge << 8, reciprocal)); };
-    const auto edge_page = [&](int edge) {
-        const int slot = slot_of(edge);
-        return edge < edges ? page_of(slot, edge - slot * p.topk) : -1;
-    };
-    // A lane keeps the pages of its first edges: all of them at group size 16 and topk 16.
-    int own_pages[kOwnEdges];
+#pragma unroll 1
+    for (int base = 0; base < edges; base += kLoads * kWarp) {
+        int loaded[kLoads];
 #pragma unroll
-    for (int i = 0; i < kOwnEdges; ++i) own_pages[i] = edge_page(lane + i * kWarp);
-    const auto for_each_edge = [&](auto visit) {
+        for (int i = 0; i < kLoads; ++i) {
+            const int edge = base + i * kWarp + lane, slot = slot_of(edge);
+            loaded[i] = edge < edges ? page_of(slot, edge - slot * p.topk) : -1;
+        }
 #pragma unroll
-        for (int i = 0; i < kOwnEdges; ++i)
-            if (own_pages[i] >= 0) visit(lane + i * kWarp, own_pages[i]);
-        for (int edge = lane + kOwnEdges * kWarp; edge < edges; edge += kWarp)
-            if (const int page = edge_page(edge); page >= 0) visit(edge, page);
-    };
-
-    for (int w = lane; w < page_words; w += kWarp) bitmap[w] = 0;
-    for (int i = lane; i < mask_total; i += kWarp) masks[i] = 0;
-    __syncwarp();
-    for_each_edge([&](int, int page) { atomicOr(&bitmap[page / 32], 1u << (page % 32)); });
+        for (int i = 0; i < kLoads; ++i) {
+            if (const int edge = base + i * kWarp + lane; edge < edges) edge_pages[edge] = loaded[i];
+            if (loaded[i] >= 0) atomicOr(&bitmap[loaded[i] / 32], 1u << (loaded[i] % 32));
+        }
+    }
     __syncwarp();
     int count = 0;
+#pragma unroll 1
     for (int base = 0; base < page_words; base += kWarp) {
         const int word = base + lane;
         const int ones = word < page_words ? __popc(bitmap[word]) : 0;
@@ -133,28 +139,36 @@ __device__ void build_union(const PrepareParams& p, int head, int group, int req
     // page write the same.
     const int64_t slot_base = (int64_t{head} * p.batch_size + request) * p.max_pages;
     const bool has_room = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages <= p.max_packed;
-    for_each_edge([&](int edge, int page) {
+#pragma unroll 1
+    for (int edge = lane; edge < edges; edge += kWarp) {
+        const int page = edge_pages[edge];
+        if (page < 0) continue;
         const int rank = prefix[page / 32] + __popc(bitmap[page / 32] & ((1u << (page % 32)) - 1));
         const int slot = slot_of(edge);
         atomicOr(&masks[rank * p.mask_words + slot / 32], 1u << (slot % 32));
         pages_out[rank] = page;
-        if (p.max_packed == 0) return;
+        if (p.max_packed == 0) continue;
         int32_t* const place = p.packed_slots + slot_base + page;
+        // A stale -1 costs a write that does no harm; all groups writing these few lines at once cost more.
         if (has_room) {
-            *place = static_cast<int32_t>(slot_base + page);
+            if (*place < 0) *place = static_cast<int32_t>(slot_base + page);
         } else if (*reinterpret_cast<volatile int32_t*>(place) == -1 &&
                    atomicCAS(place, -1, kClaimed) == -1) {
             // No more pages can be selected than there are edges, so the number stays inside the buffer.
             *place = atomicAdd(&p.counters[kPackedCount], 1);
         }
-    });
+    }
     __syncwarp();
+#pragma unroll 1
     for (int i = lane; i < mask_total; i += kWarp) masks_out[i] = masks[i];
+#pragma unroll 1
     for (int r = count + lane; r < p.max_union; r += kWarp) pages_out[r] = -1;
 
     int rounds = 0;
+#pragma unroll 1
     for (int tile = 0; tile < p.tiles_per_group; ++tile) {
         int pages = 0;
+#pragma unroll 1
         for (int r = lane; r < count; r += kWarp)
             pages += tile_mask(masks + r * p.mask_words, tile, p.queries_per_tile) != 0;
         pages = __reduce_add_sync(kAllLanes, pages);

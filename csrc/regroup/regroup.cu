@@ -215,10 +215,9 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
             clear_table();
         }
         __syncthreads();
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-            const int edge = threadIdx.x + i * kThreads<kWindow>, row = edge / kColumns;
-            const int page = own_pages[i] - first_page;
+#pragma unroll 1
+        for (int edge = threadIdx.x; edge < kWindow * kColumns; edge += kThreads<kWindow>) {
+            const int row = edge / kColumns, page = pages[edge] - first_page;
             bool is_new = false;
             if (page >= 0 && page < capacity) {
                 // A page that the row has named already counts once.
@@ -226,12 +225,13 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
                 is_new = !(atomicOr(&table[page * kRowWords + row / 32], bit) & bit);
             }
             const uint32_t ballot = __ballot_sync(kAllLanes, is_new);
-            if (edge < kWindow * kColumns && edge % kColumns == 0) {
+            if (edge % kColumns == 0) {
                 const uint32_t bits = kColumns == 32 ? ballot : ballot >> (lane & 16) & 0xffffu;
                 whole_rows[row] = first_page > 0 ? whole_rows[row] | bits : bits;
             }
         }
         __syncthreads();
+#pragma unroll 1
         for (int task = threadIdx.x; task < kWindow * kRowWords * kHalves; task += kThreads<kWindow>) {
             const int row = task % kWindow, word = task / kWindow % kRowWords,
                       half = task / kWindow / kRowWords;
@@ -244,12 +244,18 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
             transpose_16x32(bits);
             uint16_t* const target = reinterpret_cast<uint16_t*>(overlaps) +
                                      (word * 32 * kWindow + place_of<kWindow>(row)) * kHalves + half;
+            const auto write = [&](auto is_first) {
 #pragma unroll
-            for (int r = 0; r < 32; ++r) {
-                uint16_t& value = target[r * kWindow * kHalves];
-                const auto found = static_cast<uint16_t>(r < 16 ? bits[r] : bits[r - 16] >> 16);
-                value = first_page > 0 ? value | found : found;
-            }
+                for (int r = 0; r < 32; ++r) {
+                    uint16_t& value = target[r * kWindow * kHalves];
+                    const auto found = static_cast<uint16_t>(r < 16 ? bits[r] : bits[r - 16] >> 16);
+                    value = decltype(is_first)::value ? found : value | found;
+                }
+            };
+            if (first_page == 0)
+                write(std::true_type{});
+            else
+                write(std::false_type{});
         }
     }
     __syncthreads();
