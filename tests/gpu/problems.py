@@ -21,10 +21,9 @@ from pageweaver.common.supports import preset
 from ..helpers import E4M3, RANDOM_LSE_ERROR, RANDOM_NRMS, Target, assert_empty, random_problem
 
 DEVICE = "cuda"
-# Of "split" the twin loses 0.18%, nearly all by its BF16 output; the kernel besides up to 0.16%, because the
-# tensor core sums FP8 products to 13 bits.
-TWIN_FACTOR = {"fp8": 1.2, "split": 1.4}
-# Equal but for rounding: two BF16 outputs of values that differ by those 0.16% differ by up to 0.28%.
+# Of "split" the twin loses 0.18%, nearly all by its BF16 output. A tensor core sums FP8 products to 13 bits:
+# that may cost what is left of the 0.3% that are asked.
+TWIN_FACTOR = {"fp8": 1.2, "split": 1.7}
 TWIN_NRMS = {"fp8": 0.02, "split": 0.003}
 # Rows that see a page or more average the errors of their logits.
 LSE_ERROR = {"fp8": 0.05, "split": 1e-3}
