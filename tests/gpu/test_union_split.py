@@ -25,7 +25,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=SPLIT_TARGETS, ids=str)
+# Orders have no arithmetic of their own: that they change no bit is enough.
+ORIGINAL_ORDER = tuple(target for target in SPLIT_TARGETS if target.strategy in ("union4", "union8"))
+
+
+@pytest.fixture(params=ORIGINAL_ORDER, ids=str)
 def target(request: pytest.FixtureRequest) -> Target:
     chosen: Target = request.param
     return chosen
