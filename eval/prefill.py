@@ -20,7 +20,6 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from pageweaver.bridges import transformers as bridge
 from pageweaver.common.reference import nrms
@@ -95,8 +94,9 @@ class Prefill:
     """A model whose layers are timed and whose attention is checked."""
 
     def __init__(self, config: Any, device: torch.device, seed: int) -> None:
-        from transformers import AutoModel
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoModel
 
+        self._bridged = AttentionInterface()[bridge.IMPLEMENTATION]
         AttentionInterface.register(TIMED, self._attention)
         AttentionMaskInterface.register(TIMED, AttentionMaskInterface()[bridge.IMPLEMENTATION])
         torch.manual_seed(seed)
@@ -117,7 +117,7 @@ class Prefill:
 
     def _attention(self, module: torch.nn.Module, *tensors: Any, **options: Any) -> Any:
         start = self.watch.mark()
-        out, weights = AttentionInterface()[bridge.IMPLEMENTATION](module, *tensors, **options)
+        out, weights = self._bridged(module, *tensors, **options)
         self.watch.add("attention", start)
         if self.checking:
             query, key, value = tensors[:3]
@@ -132,6 +132,9 @@ class Prefill:
     @torch.no_grad()
     def run(self, ids: torch.Tensor, chunk: int, *, check: bool = False) -> int:
         """Read a prompt; returns the tokens read, fewer where memory ran out."""
+        from transformers import DynamicCache
+
+        # Its name changed from one release to another.
         names = inspect.signature(self.model.forward).parameters
         cache = {"cache" if "cache" in names else "past_key_values": DynamicCache(config=self.model.config)}
         self.errors, self.reuse = [], []

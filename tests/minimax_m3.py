@@ -22,19 +22,12 @@ def why_not() -> str:
     return "" if (major, minor) >= (5, 17) else f"transformers {found}: the bridge needs 5.17 or later"
 
 
-def build(
-    *,
-    heads: int = 8,
-    kv_heads: int = 2,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.bfloat16,
-    **changes: Any,
-) -> Any:
+def build(*, heads: int = 8, kv_heads: int = 2, device: str = "cpu", **changes: Any) -> Any:
     """A small model of the real class: one dense layer, then sparse ones; blocks of 128, heads of 128.
 
     Weights are large, so that queries differ in the blocks that they choose and logits in every token.
     """
-    from transformers import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig
+    from transformers import AutoModelForCausalLM, MiniMaxM3VLTextConfig
 
     layers = changes.get("num_hidden_layers", 3)
     sizes = {
@@ -63,9 +56,9 @@ def build(
         "pad_token_id": 1,
     }
     torch.manual_seed(0)
+    config = MiniMaxM3VLTextConfig(**{**sizes, **changes})
     with torch.device(device):
-        model = MiniMaxM3VLForCausalLM(MiniMaxM3VLTextConfig(**{**sizes, **changes}))
-    return model.to(dtype).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def prompt(tokens: int, batch_size: int = 1, device: str = "cpu", vocabulary: int = 64) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -435,8 +436,24 @@ def test_training_with_dropout_is_refused() -> None:
         m3.logits(model, "pageweaver", m3.prompt(200))
 
 
-def test_compiled_without_a_graph_break(model: Any) -> None:
+def test_loaded_with_the_implementation(model: Any, tmp_path: Path) -> None:
+    """As the README says: named when a checkpoint is loaded."""
+    from transformers import AutoModelForCausalLM
+
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype="bfloat16", attn_implementation="pageweaver"
+    ).eval()
+    ids = m3.prompt(200)
+    with torch.no_grad():
+        result = loaded(ids).logits.float()
+    assert bridge.paths()[2] == "union8 (reference, bf16), cache copied"
+    assert torch.equal(result, m3.logits(model, "pageweaver", ids))
+
+
+def test_compiled_without_a_graph_break() -> None:
     """The bits of the uncompiled model: a prompt, other options, one query on a static cache; and errors."""
+    model = m3.build(num_hidden_layers=2)
     ids = m3.prompt(300)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     wanted = m3.logits(model, "pageweaver", ids, use_cache=False)

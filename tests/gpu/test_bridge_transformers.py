@@ -77,24 +77,23 @@ def noise(heads: str, tokens: int) -> tuple[torch.Tensor, float]:
     return eager, nrms(chunked(heads, "sdpa", tokens, EAGER_CHUNK), eager)
 
 
+@functools.cache
+def layer(layout: str, group: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Inputs of two requests and KV heads, NaN past what is valid, and what they give."""
+    tokens, buffer, q_len, _ = LAYOUTS[layout]
+    sizes = {"batch": 2, "kv_heads": 2, "index_heads": 2, "group": group}
+    given = layer_inputs(**sizes, tokens=tokens, buffer=buffer, q_len=q_len, first=tokens - q_len)
+    return given, exact(*given, tokens - q_len)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("group", [4, 16])
 def test_attention_is_exact(strategy: str, layout: str, group: int) -> None:
-    """Two requests and KV heads, NaN past what is valid; then the same on an E4M3 copy."""
-    tokens, buffer, q_len, cache = LAYOUTS[layout]
+    """In BF16, and on an E4M3 copy."""
+    tokens, _, q_len, cache = LAYOUTS[layout]
     first = tokens - q_len
-    given = layer_inputs(
-        batch=2,
-        kv_heads=2,
-        index_heads=2,
-        tokens=tokens,
-        buffer=buffer,
-        q_len=q_len,
-        first=first,
-        group=group,
-    )
-    wanted = exact(*given, first)
+    given, wanted = layer(layout, group)
     query, key, value, blocks = (tensor.to(DEVICE) for tensor in given)
     options = {"block_indices": blocks, "position_ids": first + torch.arange(q_len, device=DEVICE)[None]}
     with bridge.using(strategy=strategy):
