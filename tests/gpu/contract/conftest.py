@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ...helpers import Target
-from ..hopper import TARGETS, WATCHDOG, missing
+from ..hopper import BF16_TARGETS, TARGETS, WATCHDOG, missing, use_bf16_caches
 
 
 @pytest.fixture(autouse=True)
@@ -17,9 +17,11 @@ def kernels() -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture(params=TARGETS, ids=str)
-def target(request: pytest.FixtureRequest, kernels: None) -> Target:
+@pytest.fixture(params=(*TARGETS, *BF16_TARGETS), ids=str)
+def target(request: pytest.FixtureRequest, kernels: None, monkeypatch: pytest.MonkeyPatch) -> Target:
     chosen: Target = request.param
+    if chosen.arithmetic == "bf16":
+        use_bf16_caches(monkeypatch)
     return chosen
 
 
