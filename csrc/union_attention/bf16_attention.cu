@@ -196,14 +196,15 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared, const Tile& 
 
     // Scores of the page that begins at `ring`.
     const auto issue_qk = [&] {
-        wait_full();
-        const PageMeta& meta = shared.meta[ring.stage];
-        members = static_cast<uint32_t>(meta.mask >> warp_slot) & all_members;
-        page_start = meta.page * kPageSize;
         discard_registers(scores);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             wait_full();
+            if (half == 0) {
+                const PageMeta& meta = shared.meta[ring.stage];
+                members = static_cast<uint32_t>(meta.mask >> warp_slot) & all_members;
+                page_start = meta.page * kPageSize;
+            }
             wgmma_fence();
             const uint64_t operand = wgmma_descriptor(smem_address(shared.slots[ring.stage]));
 #pragma unroll

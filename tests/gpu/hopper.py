@@ -11,7 +11,7 @@ import torch
 import pageweaver as pw
 from pageweaver.common.native import cuda_status
 
-from ..helpers import E4M3, Result, Target
+from ..helpers import E4M3, Result, Target, paged_case, random_problem
 
 
 class KernelTarget(Target):
@@ -32,6 +32,8 @@ class KernelTarget(Target):
             wanted = f"k_cache.dtype: got {problem.k_cache.dtype}, supported by {self.strategy}"
         elif problem.page_size not in able.page_sizes:
             wanted = f"page_size: got {problem.page_size}, supported by {self.strategy}"
+        elif self.options.get("mapping") == "cluster" and problem.k_cache.dtype == torch.bfloat16:
+            wanted = f"mapping: got 'cluster', supported by {self.strategy}"
         if wanted is not None:
             with pytest.raises((TypeError, ValueError)) as caught:
                 self.load(problem)(problem)
@@ -61,6 +63,18 @@ ALL_TARGETS = TARGETS + tuple(
     for name in ("per_query", "regroup_w64", "regroup_w128", "page_union")
     if "cuda" in (able := pw.load(name).capabilities) and name not in {t.strategy for t in TARGETS}
 )
+
+# BF16 caches, in their own arithmetic; for tests that call `use_bf16_caches`.
+BF16_TARGETS = tuple(
+    KernelTarget(name, "bf16", device="cuda", backend="cuda") for name in ("union4", "union8", "regroup_w128")
+)
+
+
+def use_bf16_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the builders of problems make BF16 caches where a test does not name a dtype."""
+    for builder in (paged_case, random_problem):
+        monkeypatch.setitem(builder.__kwdefaults__, "kv_dtype", torch.bfloat16)
+
 
 # A kernel that waits for itself never returns to Python: only another thread can end the run then.
 WATCHDOG = pytest.mark.timeout(60, method="thread")
