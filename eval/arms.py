@@ -48,6 +48,10 @@ Options = dict[str, Any]
 Order = Callable[[Selection, Options, int], torch.Tensor]
 
 
+class CheckFailed(ValueError):
+    """An arm computes something wrong: no report may follow."""
+
+
 @dataclass(frozen=True)
 class Diagnostic:
     """An order made ahead, and how it is executed.
@@ -289,7 +293,7 @@ def make_arm(
 
     Raises
     ------
-    ValueError
+    CheckFailed
         The error on `rows` is above what the arithmetic can explain.
     """
     problem = problems[0]
@@ -331,7 +335,7 @@ def check_error(
 
     Raises
     ------
-    ValueError
+    CheckFailed
         It is above what the arithmetic can explain, or NaN.
     """
     if isinstance(strategy, MaterialisedReorder):
@@ -339,12 +343,12 @@ def check_error(
     found = out[rows]
     if not bool(exact.any()):
         if bool(found.any()):
-            raise ValueError(f"{name}: got non-zero rows, supported: zeros where nothing is read")
+            raise CheckFailed(f"{name}: got non-zero rows, supported: zeros where nothing is read")
         return None
     error = nrms(found, exact)
     most = MOST_NRMS.get(strategy.resolve(problem)[1], MOST_NRMS_OTHERWISE)
     if not error <= most:
-        raise ValueError(f"{name}: got NRMS {error:.4f} against float64, supported: at most {most}")
+        raise CheckFailed(f"{name}: got NRMS {error:.4f} against float64, supported: at most {most}")
     return error
 
 
