@@ -16,9 +16,8 @@ from rich.text import Text
 
 from pageweaver.common.captures import Selection
 from pageweaver.common.problem import selection_support
-from pageweaver.common.strategy import available
 from pageweaver.eval import paper
-from pageweaver.eval.arms import ORIGINAL, Arm
+from pageweaver.eval.arms import ORIGINAL, Arm, parse_arm
 from pageweaver.eval.operator import COUNTED, NOT_RUN, number, untimed
 from pageweaver.eval.survey import union_counts
 from pageweaver.eval.timing import kernel_microseconds
@@ -34,6 +33,10 @@ ORDER_ARMS = (
     "fixed_w64",
     "regroup_w128",
     "fixed_w128",
+    "regroup_w128/visits",
+    "fixed_w128/visits",
+    "auto",
+    "fixed_auto",
     "fixed_w512",
     "fixed_w2048",
     "hash_w128",
@@ -45,9 +48,8 @@ STEP_ARMS = (ORIGINAL, "fixed_w128", "regroup_w128", "reorder_w128")
 
 
 def default_arms() -> list[str]:
-    """All arms of the ablations, and the device's own choice of an order where there is one."""
-    chooser = [name for name in available() if name == "auto"]
-    return list(dict.fromkeys([*GROUP_ARMS, *MAPPING_ARMS, *ORDER_ARMS, *chooser]))
+    """All arms of the ablations."""
+    return list(dict.fromkeys([*GROUP_ARMS, *MAPPING_ARMS, *ORDER_ARMS]))
 
 
 def group_rows(selection: Selection, header: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -153,7 +155,7 @@ def _orders(rows: Sequence[Mapping[str, Any]]) -> Table:
             continue
         row = _of(rows, arm, "complete") or _of(rows, arm, COUNTED)
         assert row is not None
-        theirs = paper.ORDERS.get(arm)
+        theirs = paper.ORDERS.get(parse_arm(arm)[0])
         cells = [
             f"{row['visits']:,}",
             _change(row["visits"], None if base is None else base["visits"]),

@@ -31,6 +31,7 @@ from pageweaver.eval.arms import (
     sample_rows,
     without_arithmetic,
 )
+from pageweaver.eval.baselines import BASELINES
 from pageweaver.eval.output import Report, part_of
 from pageweaver.eval.timing import (
     BOUNDARIES,
@@ -138,11 +139,15 @@ def counted_rows(
     """A JSON-ready row for each arm, with its work and no time: for machines without a CUDA device."""
     counting = counting_problem(selection, group_size, kv_dtype)
     for name in names:
-        work = (
-            make_strategy(without_arithmetic(name), selection, counting, "reference").work(counting).to_dict()
-        )
+        case = {**common, **case_of(counting, selection)}
+        try:
+            counter = make_strategy(without_arithmetic(name), selection, counting, "reference")
+        except UnsupportedDeviceError as error:
+            yield {**case, **untimed(name, NOT_RUN), "reason": str(error)}
+            continue
+        work = counter.work(counting).to_dict()
         counts = {key: work[key] for key in COUNTS}
-        yield {**common, **case_of(counting, selection), **untimed(name, COUNTED), **counts}
+        yield {**case, **untimed(name, COUNTED), **counts}
 
 
 def untimed(arm: str, boundary: str) -> dict[str, Any]:
@@ -273,11 +278,14 @@ def measure_case(
             arms.append(make_arm(name, selection, problems, rows, exact))
         except CheckFailed:
             raise
-        except UNSUPPORTED as error:
-            if not skip_missing:
+        except Exception as error:  # a baseline fails in ways of its own
+            refused = parse_arm(name)[0] in BASELINES or isinstance(error, UNSUPPORTED)
+            if not (skip_missing and refused):
                 raise
-            yield {**common, **untimed(name, NOT_RUN), "reason": str(error)}
+            yield {**common, **untimed(name, NOT_RUN), "reason": " ".join(str(error).split())}
     timings = time_arms(arms, protocol, report, boundaries)
+    for name, reason in timings.failed.items():
+        yield {**common, **untimed(name, NOT_RUN), "reason": reason}
     yield from timed_rows(arms, timings, common, describe_inputs(problems, protocol))
     if timings.interrupted:
         raise KeyboardInterrupt
