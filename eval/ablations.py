@@ -82,6 +82,8 @@ def print_ablations(console: Console, rows: Sequence[Mapping[str, Any]]) -> None
     console.print(Text(rows[0]["case"], style="bold"))
     console.print(_groups(rows))
     console.print(_orders(rows))
+    if _median(rows, ORIGINAL, "complete") is not None:
+        console.print(_times(rows))
     steps = [row for row in rows if row["boundary"] == KERNEL]
     if steps:
         console.print(_steps(steps))
@@ -100,8 +102,9 @@ def notes(timed: bool) -> str:
     ]
     if timed:
         parts.append(
-            "ms: complete calls. net: what an order saves on union8's; incr: what grouping adds to ready-made"
-            " ids (Eq. 7), both in us and medians of differences inside a round."
+            "ms: complete calls. net: what an order saves on union8's; increment: what grouping adds to"
+            " ready-made ids (Eq. 7); grouping: the same of preparations alone. Medians of differences inside a"
+            " round."
         )
     else:
         parts.append("Times need a CUDA device; here everything is counted.")
@@ -141,36 +144,60 @@ def _groups(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def _in_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows of the arms that differ by their order of queries."""
+    found = []
+    for arm in dict.fromkeys(row["arm"] for row in rows if row["boundary"] in ("complete", COUNTED)):
+        if arm == ORIGINAL or not (arm in (*GROUP_ARMS, *MAPPING_ARMS) or arm.startswith("groups_of")):
+            row = _of(rows, arm, "complete") or _of(rows, arm, COUNTED)
+            assert row is not None
+            found.append(row)
+    return found
+
+
 def _orders(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Orders beside the paper's, relative to union8 on both sides."""
+    """Work of orders beside the paper's, relative to union8 on both sides."""
+    table = _table("order", "visits", "change", "paper", "rounds", "change")
     base = _of(rows, ORIGINAL, "complete") or _of(rows, ORIGINAL, COUNTED)
-    timed = base is not None and base["median_ms"] is not None
-    table = _table("order", "visits", "change", "paper", "rounds")
-    for heading in ("ms", "change", "paper", "net", "incr") if timed else ():
-        table.add_column(heading, justify="right", no_wrap=True)
-    shown = dict.fromkeys(row["arm"] for row in rows if row["boundary"] in ("complete", COUNTED))
     known = paper.ORDERS[ORIGINAL]
-    for arm in shown:
-        if arm != ORIGINAL and (arm in (*GROUP_ARMS, *MAPPING_ARMS) or arm.startswith("groups_of")):
-            continue
-        row = _of(rows, arm, "complete") or _of(rows, arm, COUNTED)
-        assert row is not None
-        theirs = paper.ORDERS.get(parse_arm(arm)[0])
-        cells = [
+    for row in _in_order(rows):
+        theirs = paper.ORDERS.get(parse_arm(row["arm"])[0])
+        table.add_row(
+            row["arm"],
             f"{row['visits']:,}",
             _change(row["visits"], None if base is None else base["visits"]),
             _change(None if theirs is None else theirs.visits, known.visits),
             f"{row['rounds']:,}",
-        ]
-        if timed:
-            cells += [
-                number(row["median_ms"], ".3f"),
-                _change(row["median_ms"], None if base is None else base["median_ms"]),
-                _change(None if theirs is None else theirs.complete_ms, known.complete_ms),
-                number(row.get("net_us"), "+.1f"),
-                number(row.get("increment_us"), "+.1f"),
-            ]
-        table.add_row(arm, *cells)
+            _change(row["rounds"], None if base is None else base["rounds"]),
+        )
+    return table
+
+
+def _times(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Complete calls of orders beside the paper's, and the terms of Eq. 7."""
+    table = _table("order", "ms", "change", "paper", "net us", "increment us", "grouping us")
+    base, known = _median(rows, ORIGINAL, "complete"), paper.ORDERS[ORIGINAL]
+    for row in _in_order(rows):
+        theirs = paper.ORDERS.get(parse_arm(row["arm"])[0])
+        table.add_row(
+            row["arm"],
+            number(row["median_ms"], ".4f"),
+            _change(row["median_ms"], base),
+            _change(None if theirs is None else theirs.complete_ms, known.complete_ms),
+            *(number(row.get(name), "+.1f") for name in ("net_us", "increment_us", "grouping_us")),
+        )
+    name = "regroup_w128"
+    low, high = paper.GROUPING_US[name]
+    grouping = f"{low} to {high}"
+    table.add_row(
+        f"the paper's {name}",
+        "",
+        "",
+        "",
+        f"+{paper.NET_US[name]:.1f}",
+        f"+{paper.INCREMENT_US[name]:.1f}",
+        grouping,
+    )
     return table
 
 

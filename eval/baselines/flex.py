@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,8 @@ class Flex(Baseline):
         heads, group = problem.num_kv_heads, problem.group_size
         q = problem.q.view(problem.total_q, heads, group, -1).transpose(0, 1).reshape(heads, -1, 128)
         scale = float(problem.softmax_scale) * float(problem.k_scale)
-        out = self._kernel(q[None], state.keys[None], state.values[None], block_mask=plan, scale=scale)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+            out = self._kernel(q[None], state.keys[None], state.values[None], block_mask=plan, scale=scale)
         out = out[0].view(heads, problem.total_q, group, -1).transpose(0, 1).reshape(problem.q.shape)
         return out if problem.v_scale == 1 else out * problem.v_scale
