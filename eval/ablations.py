@@ -102,9 +102,9 @@ def notes(timed: bool) -> str:
     ]
     if timed:
         parts.append(
-            "ms: complete calls. net: what an order saves on union8's; increment: what grouping adds to"
-            " ready-made ids (Eq. 7); grouping: the same of preparations alone. Medians of differences inside a"
-            " round."
+            "ms: complete calls. net: what an order saves on union8's; incr: what grouping adds to"
+            " ready-made ids (Eq. 7); grouping: the same of preparations. All are medians of differences"
+            " inside a round."
         )
     else:
         parts.append("Times need a CUDA device; here everything is counted.")
@@ -175,7 +175,7 @@ def _orders(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Complete calls of orders beside the paper's, and the terms of Eq. 7."""
-    table = _table("order", "ms", "change", "paper", "net us", "increment us", "grouping us")
+    table = _table("order", "ms", "change", "paper", "net us", "incr us", "grouping us")
     base, known = _median(rows, ORIGINAL, "complete"), paper.ORDERS[ORIGINAL]
     for row in _in_order(rows):
         theirs = paper.ORDERS.get(parse_arm(row["arm"])[0])
@@ -190,7 +190,7 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> Table:
     low, high = paper.GROUPING_US[name]
     grouping = f"{low} to {high}"
     table.add_row(
-        f"the paper's {name}",
+        "paper regroup_w128",
         "",
         "",
         "",
