@@ -31,6 +31,7 @@ BENCH = "scaling"
 BASELINE = "per_query"
 CHUNK = 16_384  # queries of a prefill step
 KIBI = 1024
+KINDS = ("context", "queries", "group_size", "kv_heads", "requests")
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,20 @@ def _size(count: int) -> str:
     return str(count)
 
 
-def grid(quick: bool = False) -> list[Shape]:
+def grid(kinds: Sequence[str] = KINDS, quick: bool = False) -> list[Shape]:
     """Shapes that change one size at a time: 8K to 1M tokens, 128 to 32K queries, heads and requests.
 
     All others depart from 16K queries of one request at the end of 64K tokens, 16 query heads on one KV head,
     which stands among the contexts.
+
+    Raises
+    ------
+    ValueError
+        A kind is not one of `KINDS`.
     """
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise ValueError(f"grid: got {unknown[0]!r}, supported: {', '.join(KINDS)}")
     contexts = [8, 64, 1024] if quick else [8, 16, 32, 64, 128, 256, 512, 1024]
     queries = [128, 2048, 32768] if quick else [128, 256, 512, 768, 1024, 2048, 4096, 8192, 32768]
     groups = [4] if quick else [8, 4, 2, 1]
@@ -105,7 +114,7 @@ def grid(quick: bool = False) -> list[Shape]:
     shapes += [Shape("kv_heads", (CHUNK // n,), (prefix,), num_kv_heads=n) for n in heads]
     for count in requests:
         shapes.append(Shape("requests", (CHUNK // count,) * count, (prefix // count,) * count))
-    return shapes
+    return [shape for shape in shapes if shape.kind in kinds]
 
 
 def read_workload(path: str | os.PathLike[str], most: int | None = None) -> tuple[list[Shape], str]:

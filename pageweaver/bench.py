@@ -262,7 +262,13 @@ def scaling(
         Path | None,
         typer.Option(metavar="FILE", help="Call shapes with weights (JSON lines), timed beside the grid."),
     ] = None,
-    only_workload: Annotated[bool, typer.Option("--only-workload", help="Leave the grid out.")] = False,
+    grid: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B,...",
+            help="What varies: context, queries, group_size, kv_heads, requests; none: the workload alone.",
+        ),
+    ] = "context,queries,group_size,kv_heads,requests",
     strategies: Annotated[
         str | None, typer.Option(metavar="A,B,...", help="Arms. Default: those that serve, and per_query.")
     ] = None,
@@ -281,14 +287,14 @@ def scaling(
     from pageweaver.eval.timing import Protocol
 
     console = Console()
-    if only_workload and workload is None:
-        raise ValueError("workload: got none with --only-workload, supported: a file of call shapes")
     arms = growing.default_arms() if strategies is None else parse_arms(strategies)
     files.check_folder(output.parent, output.name)
-    shapes = [] if only_workload else growing.grid(quick)
+    shapes = growing.grid([x.strip() for x in grid.split(",") if x.strip() not in ("", "none")], quick)
     if workload is not None:
         calls_of_it, note = growing.read_workload(workload, QUICK_SHAPES if quick else None)
         shapes += calls_of_it
+    if not shapes:
+        raise ValueError("grid: got none without a workload, supported: one of the two")
     device, protocol = _device(), _protocol(Protocol(rounds, calls), quick)
     with progress_bar(console) as report:
         made = growing.measure(
