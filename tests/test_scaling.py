@@ -58,7 +58,8 @@ def test_the_grid_spans_what_it_says() -> None:
     for shape in shapes:  # one size at a time
         if shape.kind in ("group_size", "requests", "kv_heads"):
             assert shape.total_q * shape.num_kv_heads == base.total_q
-    assert set(s.name for s in grid(quick=True)) <= {s.name for s in shapes}
+    assert {shape.kind for shape in grid(["requests", "context"])} == {"requests", "context"}
+    assert {s.name for s in grid(quick=True)} <= {s.name for s in shapes}
 
 
 def test_workloads_are_read_with_their_weights(workload: Path) -> None:
@@ -175,7 +176,8 @@ def test_command(workload: Path, tmp_path: Path) -> None:
         "scaling",
         "--workload",
         str(workload),
-        "--only-workload",
+        "--grid",
+        "none",
         "--strategies",
         "union4,union8",
     ]
@@ -184,5 +186,6 @@ def test_command(workload: Path, tmp_path: Path) -> None:
     assert "2 of 4 call shapes" in result.output and "workload, visits" in result.output
     rows = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and rows[0]["schema"] == "pageweaver-scaling-1"
-    refused = CliRunner().invoke(app, ["bench", "scaling", "--only-workload"], env={"COLUMNS": "200"})
-    assert refused.exit_code == 2 and "workload: got none" in refused.output
+    for value, message in (("none", "grid: got none"), ("heads", "grid: got 'heads', supported: context")):
+        refused = CliRunner().invoke(app, ["bench", "scaling", "--grid", value], env={"COLUMNS": "200"})
+        assert refused.exit_code == 2 and message in refused.output
