@@ -77,16 +77,26 @@ def step_rows(arms: Sequence[Arm], common: Mapping[str, Any]) -> Iterator[dict[s
                 yield {**row, "median_ms": microseconds / 1000}
 
 
-def print_ablations(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Tables of one selection's rows, the orders beside the paper's."""
-    console.print(Text(rows[0]["case"], style="bold"))
-    console.print(_groups(rows))
-    console.print(_orders(rows))
+def tables_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], list[list[str]]]]:
+    """Headings and lines of each table of one selection's rows, the orders beside the paper's."""
+    tables = [_groups(rows), _orders(rows)]
     if _median(rows, ORIGINAL, "complete") is not None:
-        console.print(_times(rows))
-    steps = [row for row in rows if row["boundary"] == KERNEL]
-    if steps:
-        console.print(_steps(steps))
+        tables.append(_times(rows))
+    if any(row["boundary"] == KERNEL for row in rows):
+        tables.append(_steps(rows))
+    return tables
+
+
+def print_ablations(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print one selection's tables."""
+    console.print(Text(rows[0]["case"], style="bold"))
+    for headings, lines in tables_of(rows):
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for index, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
     for row in rows:
         if row["boundary"] == NOT_RUN:
             console.print(Text(f"{row['arm']} not run: {row['reason']}", style="dim"))
@@ -111,13 +121,6 @@ def notes(timed: bool) -> str:
     return " ".join(parts)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
-    return table
-
-
 def _of(rows: Sequence[Mapping[str, Any]], arm: str, boundary: str) -> Mapping[str, Any] | None:
     return next((row for row in rows if (row["arm"], row["boundary"]) == (arm, boundary)), None)
 
@@ -127,21 +130,19 @@ def _median(rows: Sequence[Mapping[str, Any]], arm: str, boundary: str) -> float
     return None if row is None else row["median_ms"]
 
 
-def _groups(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _groups(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Group sizes by counts, and the arms that run them in original order."""
     arms = dict.fromkeys((*(f"groups_of_{group}" for group in GROUPS), *GROUP_ARMS, *MAPPING_ARMS))
     timed = any(_median(rows, arm, "complete") is not None for arm in arms)
-    table = _table("original order", "visits", "reuse", "rounds")
-    for heading in ("complete ms", "attention ms") if timed else ():
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ["original order", "visits", "reuse", "rounds"]
+    lines = []
     for arm in arms:
         row = _of(rows, arm, "complete") or _of(rows, arm, COUNTED)
         if row is not None:
-            cells = [f"{row['visits']:,}", f"{row['reuse']:.2f}", number(row["rounds"], ",")]
+            lines.append([arm, f"{row['visits']:,}", f"{row['reuse']:.2f}", number(row["rounds"], ",")])
             if timed:
-                cells += [number(_median(rows, arm, b), ".4f") for b in ("complete", "attention")]
-            table.add_row(arm, *cells)
-    return table
+                lines[-1] += [number(_median(rows, arm, b), ".4f") for b in ("complete", "attention")]
+    return headings + (["complete ms", "attention ms"] if timed else []), lines
 
 
 def _in_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -155,61 +156,55 @@ def _in_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return found
 
 
-def _orders(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _orders(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Work of orders beside the paper's, relative to union8 on both sides."""
-    table = _table("order", "visits", "change", "paper", "rounds", "change")
     base = _of(rows, ORIGINAL, "complete") or _of(rows, ORIGINAL, COUNTED)
-    known = paper.ORDERS[ORIGINAL]
+    known, lines = paper.ORDERS[ORIGINAL], []
     for row in _in_order(rows):
         theirs = paper.ORDERS.get(parse_arm(row["arm"])[0])
-        table.add_row(
-            row["arm"],
-            f"{row['visits']:,}",
-            _change(row["visits"], None if base is None else base["visits"]),
-            _change(None if theirs is None else theirs.visits, known.visits),
-            f"{row['rounds']:,}",
-            _change(row["rounds"], None if base is None else base["rounds"]),
+        lines.append(
+            [
+                row["arm"],
+                f"{row['visits']:,}",
+                _change(row["visits"], None if base is None else base["visits"]),
+                _change(None if theirs is None else theirs.visits, known.visits),
+                f"{row['rounds']:,}",
+                _change(row["rounds"], None if base is None else base["rounds"]),
+            ]
         )
-    return table
+    return ["order", "visits", "change", "paper", "rounds", "change"], lines
 
 
-def _times(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _times(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Complete calls of orders beside the paper's, and the terms of Eq. 7."""
-    table = _table("order", "ms", "change", "paper", "net us", "incr us", "grouping us")
-    base, known = _median(rows, ORIGINAL, "complete"), paper.ORDERS[ORIGINAL]
+    base, known, lines = _median(rows, ORIGINAL, "complete"), paper.ORDERS[ORIGINAL], []
     for row in _in_order(rows):
         theirs = paper.ORDERS.get(parse_arm(row["arm"])[0])
-        table.add_row(
-            row["arm"],
-            number(row["median_ms"], ".4f"),
-            _change(row["median_ms"], base),
-            _change(None if theirs is None else theirs.complete_ms, known.complete_ms),
-            *(number(row.get(name), "+.1f") for name in ("net_us", "increment_us", "grouping_us")),
+        lines.append(
+            [
+                row["arm"],
+                number(row["median_ms"], ".4f"),
+                _change(row["median_ms"], base),
+                _change(None if theirs is None else theirs.complete_ms, known.complete_ms),
+                *(number(row.get(name), "+.1f") for name in ("net_us", "increment_us", "grouping_us")),
+            ]
         )
     name = "regroup_w128"
     low, high = paper.GROUPING_US[name]
-    grouping = f"{low} to {high}"
-    table.add_row(
-        "paper regroup_w128",
-        "",
-        "",
-        "",
-        f"+{paper.NET_US[name]:.1f}",
-        f"+{paper.INCREMENT_US[name]:.1f}",
-        grouping,
-    )
-    return table
+    eq7 = [f"{paper.NET_US[name]:+.1f}", f"{paper.INCREMENT_US[name]:+.1f}", f"{low} to {high}"]
+    lines.append([f"paper {name}", "", "", "", *eq7])
+    return ["order", "ms", "change", "paper", "net us", "incr us", "grouping us"], lines
 
 
 def _change(value: float | None, base: float | None) -> str:
     return f"{value / base - 1:+.1%}" if value is not None and base else "-"
 
 
-def _steps(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("kernel", "arm", "us")
+def _steps(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Kernels of complete calls, as the profiler saw them."""
+    lines = []
     for row in rows:
-        name = row["kernel"]
-        table.add_row(
-            name if len(name) <= 60 else name[:57] + "...", row["arm"], f"{1000 * row['median_ms']:.1f}"
-        )
-    return table
+        if row["boundary"] == KERNEL:
+            name = row["kernel"] if len(row["kernel"]) <= 50 else f"{row['kernel'][:47]}..."
+            lines.append([name, row["arm"], f"{1000 * row['median_ms']:.1f}"])
+    return ["kernel", "arm", "us"], lines

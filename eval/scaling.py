@@ -31,6 +31,10 @@ BENCH = "scaling"
 BASELINE = "per_query"
 CHUNK = 16_384  # queries of a prefill step
 KIBI = 1024
+# Whom the numbers of a known workload file come from.
+SOURCES = {
+    "m3_prefill_call_shapes.jsonl": "from the MiniMax-AI/MSA repository, MIT licence, Copyright (c) MiniMax"
+}
 KINDS = ("context", "queries", "group_size", "kv_heads", "requests")
 
 
@@ -152,9 +156,11 @@ def read_workload(path: str | os.PathLike[str], most: int | None = None) -> tupl
         raise ValueError(f"workload: got {path}, supported: calls with lengths and representative_weight")
     shapes = sorted(shapes, key=lambda shape: -shape.weight)[:most]
     covered = sum(shape.weight for shape in shapes)
+    name = Path(path).name
+    source = f" ({SOURCES[name]})" if name in SOURCES else ""
     return shapes, (
-        f"{len(shapes)} of {count} call shapes, {covered:,.0f} of {weights:,.0f} calls by weight; left out:"
-        " rows that lack the lengths of each request, or a weight"
+        f"{name}{source}: {len(shapes)} of {count} call shapes, {covered:,.0f} of {weights:,.0f} calls;"
+        " left out: rows that lack the lengths of each request, or a weight"
         + ("" if most is None else f", and all but the {most} heaviest")
     )
 
@@ -228,6 +234,7 @@ def measure(
     header: Mapping[str, Any],
     device: torch.device,
     overlap: str = "mid",
+    workload: str | None = None,
     seed: int = 0,
     kv_dtype: torch.dtype = torch.float8_e4m3fn,
     skip_missing: bool = True,
@@ -243,6 +250,8 @@ def measure(
         As in `pageweaver.eval.operator.measure`.
     overlap : str
         The preset that draws the selections.
+    workload : str, optional
+        Where the shapes of kind "workload" come from; kept in their rows.
 
     Yields
     ------
@@ -257,6 +266,7 @@ def measure(
         part(0.0, shape.name)
         selection = select(shape, overlap, seed)
         common = {**header, "kind": shape.kind, "weight": shape.weight, "overlap": overlap}
+        common["workload"] = workload if shape.kind == "workload" else None
         if device.type != "cuda":
             yield from counted_rows(selection, arms, shape.group_size, kv_dtype, common)
             continue

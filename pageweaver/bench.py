@@ -290,9 +290,10 @@ def scaling(
     arms = growing.default_arms() if strategies is None else parse_arms(strategies)
     files.check_folder(output.parent, output.name)
     shapes = growing.grid([x.strip() for x in grid.split(",") if x.strip() not in ("", "none")], quick)
+    note = None
     if workload is not None:
-        calls_of_it, note = growing.read_workload(workload, QUICK_SHAPES if quick else None)
-        shapes += calls_of_it
+        listed, note = growing.read_workload(workload, QUICK_SHAPES if quick else None)
+        shapes += listed
     if not shapes:
         raise ValueError("grid: got none without a workload, supported: one of the two")
     device, protocol = _device(), _protocol(Protocol(rounds, calls), quick)
@@ -304,6 +305,7 @@ def scaling(
             header=_header(growing.BENCH, device, commit),
             device=device,
             overlap=overlap,
+            workload=note,
             seed=seed,
             kv_dtype=kv_dtype.torch,
             skip_missing=strategies is None,
@@ -311,8 +313,8 @@ def scaling(
         )
         rows = _collect(console, made, output)
     growing.print_scaling(console, rows)
-    if workload is not None:
-        console.print(Text(f"{workload.name}: {note}.", style="dim"))
+    if note is not None:
+        console.print(Text(f"{note}.", style="dim"))
     _close(console, rows, output, device)
 
 

@@ -69,7 +69,7 @@ def test_workloads_are_read_with_their_weights(workload: Path) -> None:
         ((40,), (2048,), 3.0),
     ]
     assert [s.name for s in shapes] == ["workload.q40.c4126.r2", "workload.q40.c2088"]
-    assert note.startswith("2 of 4 call shapes, 13 of 18 calls by weight")
+    assert note.startswith("calls.jsonl: 2 of 4 call shapes, 13 of 18 calls")
     shapes, note = read_workload(workload, most=1)
     assert [s.weight for s in shapes] == [10.0] and note.endswith("all but the 1 heaviest")
 
