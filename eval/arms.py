@@ -1,6 +1,6 @@
 """The arms of every measurement: one table of names, and what each makes.
 
-An arm is ``NAME`` or ``NAME/VARIANT/...``: a strategy or a diagnostic order, with options of its strategy.
+An arm is ``NAME`` or ``NAME/VARIANT/...``: a strategy, a diagnostic order or a baseline, with options.
 ``union8/cluster`` is union8 in another mapping, ``regroup_w128/rounds`` groups for rounds.
 """
 
@@ -16,8 +16,10 @@ import torch
 
 from pageweaver.common.captures import Selection
 from pageweaver.common.problem import HEAD_DIM, TILE_ROWS, AttentionProblem, selection_support
-from pageweaver.common.reference import exact_attention, nrms
+from pageweaver.common.reference import nrms
 from pageweaver.common.strategy import Strategy, available, load
+from pageweaver.eval.baselines import BASELINES, Baseline
+from pageweaver.eval.baselines.dense import Dense
 from pageweaver.strategies.regroup.diagnostics import FixedIds, MaterialisedReorder, hashed_ids, random_ids
 from pageweaver.strategies.regroup.offline import TILES_PER_GROUP, search
 
@@ -34,6 +36,8 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
     "bf16": {"arithmetic": "bf16"},
     "float32": {"arithmetic": "float32"},
 }
+# Arms that answer a problem of their own: `expected` says which.
+ANSWERS_ANOTHER = (MaterialisedReorder, Dense)
 # What decides the order and not how it is executed: a fixed order takes none of these as an option.
 ORDER_OPTIONS = ("objective",)
 
@@ -46,6 +50,10 @@ MOST_NRMS_OTHERWISE = 0.005
 Options = dict[str, Any]
 # (selection, options that decide the order, query heads a KV head) -> int32 [num_kv_heads, total_q].
 Order = Callable[[Selection, Options, int], torch.Tensor]
+
+
+class CheckFailed(ValueError):
+    """An arm computes something wrong: no report may follow."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,7 @@ def _refuse(options: Options, name: str) -> None:
 DIAGNOSTICS: Mapping[str, Diagnostic] = {
     "fixed_w64": Diagnostic(_greedy("regroup_w64"), "ids of regroup_w64, ready"),
     "fixed_w128": Diagnostic(_greedy("regroup_w128"), "ids of regroup_w128, ready"),
+    "fixed_auto": Diagnostic(_greedy("auto"), "ids of auto, ready"),
     "fixed_w512": Diagnostic(_searched(512), "ids of offline_w512, ready"),
     "fixed_w2048": Diagnostic(_searched(2048), "ids of offline_w2048, ready"),
     "random_ids": Diagnostic(_random, "a random order in each request"),
@@ -118,12 +127,12 @@ DIAGNOSTICS: Mapping[str, Diagnostic] = {
     ),
 }
 # Online strategy -> the arm that runs its ids ready-made: T_fixed_ids of Eq. 7.
-FIXED = {"regroup_w64": "fixed_w64", "regroup_w128": "fixed_w128"}
+FIXED = {"regroup_w64": "fixed_w64", "regroup_w128": "fixed_w128", "auto": "fixed_auto"}
 
 
 def arm_names() -> tuple[str, ...]:
     """Every name that an arm may start with."""
-    return (*available(), *DIAGNOSTICS)
+    return (*available(), *DIAGNOSTICS, *BASELINES)
 
 
 def parse_arm(arm: str) -> tuple[str, list[str]]:
@@ -192,6 +201,8 @@ def make_strategy(arm: str, selection: Selection, problem: AttentionProblem, bac
     name, variants = parse_arm(arm)
     options: Options = {k: v for variant in variants for k, v in VARIANTS[variant].items()}
     try:
+        if name in BASELINES:
+            return BASELINES[name](backend=backend, **options)
         if name in DIAGNOSTICS:
             diagnostic = DIAGNOSTICS[name]
             ordering = {k: options.pop(k) for k in ORDER_OPTIONS if k in options}
@@ -232,17 +243,6 @@ def sample_rows(selection: Selection, seed: int, count: int = SAMPLED_ROWS) -> t
     return torch.from_numpy(np.sort(rows))
 
 
-def exact_rows(strategy: Strategy, problem: AttentionProblem, rows: torch.Tensor) -> torch.Tensor:
-    """What a strategy's output rows should hold: float64 ``[len(rows), num_qo_heads, head_dim]``."""
-    if not isinstance(strategy, MaterialisedReorder):
-        return exact_attention(problem, torch.float64, rows)[0]
-    moved, parts = strategy.moved(problem), []
-    for head, slots in enumerate(strategy.given.long().argsort(dim=1)):
-        heads = slice(head * problem.group_size, (head + 1) * problem.group_size)
-        parts.append(exact_attention(moved, torch.float64, slots[rows])[0][:, heads])
-    return torch.cat(parts, dim=1)
-
-
 @dataclass
 class Arm:
     """One arm on one selection: checked, and ready to be timed.
@@ -255,6 +255,8 @@ class Arm:
         Error on the sampled rows against float64; None where they read nothing.
     work : dict
         Counts, as `WorkReport`.
+    ours : bool
+        False for a baseline, whose failures are no fault of a measurement.
     calls : dict
         Boundary ("complete", "attention", "prepare") -> one call for each of the inputs, which take turns.
     """
@@ -263,6 +265,7 @@ class Arm:
     arithmetic: str
     nrms: float | None
     work: dict[str, Any]
+    ours: bool = True
     calls: dict[str, list[Callable[[], object]]] = field(default_factory=dict)
 
 
@@ -289,7 +292,7 @@ def make_arm(
 
     Raises
     ------
-    ValueError
+    CheckFailed
         The error on `rows` is above what the arithmetic can explain.
     """
     problem = problems[0]
@@ -298,19 +301,20 @@ def make_arm(
     # Counted by the reference: counting may synchronise, and needs no kernel.
     counter = (
         strategy
-        if backend == "reference"
+        if backend == "reference" or isinstance(strategy, Baseline)
         else make_strategy(without_arithmetic(name), selection, problem, "reference")
     )
-    arm = Arm(name, arithmetic, None, {**counter.work(problem).to_dict(), "strategy": name})
+    work = {**counter.work(problem).to_dict(), "strategy": name}
+    arm = Arm(name, arithmetic, None, work, ours=not isinstance(strategy, Baseline))
     for boundary in ("complete", "attention", "prepare"):
         if boundary != "prepare" or strategy.workspace_layout(problem):
             arm.calls[boundary] = []
     for index, own in enumerate(problems):
         out = torch.full_like(own.q, torch.nan)
         complete, split = strategy.workspace(own), strategy.workspace(own)
-        strategy(own, out, workspace=complete)
+        found = strategy(own, out, workspace=complete)
         if index == 0:
-            arm.nrms = check_error(name, strategy, own, out, rows, exact)
+            arm.nrms = check_error(name, strategy, own, found, rows, exact)
         schedule = strategy.prepare(own, split)
         arm.calls["complete"].append(partial(strategy, own, out, workspace=complete))
         arm.calls["attention"].append(partial(strategy.execute, own, schedule, out))
@@ -331,20 +335,20 @@ def check_error(
 
     Raises
     ------
-    ValueError
+    CheckFailed
         It is above what the arithmetic can explain, or NaN.
     """
-    if isinstance(strategy, MaterialisedReorder):
-        exact = exact_rows(strategy, problem, rows)
+    if isinstance(strategy, ANSWERS_ANOTHER):
+        exact = strategy.expected(problem, rows)
     found = out[rows]
     if not bool(exact.any()):
         if bool(found.any()):
-            raise ValueError(f"{name}: got non-zero rows, supported: zeros where nothing is read")
+            raise CheckFailed(f"{name}: got non-zero rows, supported: zeros where nothing is read")
         return None
     error = nrms(found, exact)
     most = MOST_NRMS.get(strategy.resolve(problem)[1], MOST_NRMS_OTHERWISE)
     if not error <= most:
-        raise ValueError(f"{name}: got NRMS {error:.4f} against float64, supported: at most {most}")
+        raise CheckFailed(f"{name}: got NRMS {error:.4f} against float64, supported: at most {most}")
     return error
 
 

@@ -21,7 +21,7 @@ from pageweaver.common.errors import UnsupportedDeviceError
 from pageweaver.common.reference import exact_attention, nrms
 from pageweaver.common.strategy import available, load
 from pageweaver.eval import paper
-from pageweaver.eval.arms import OFFLINE_WINDOWS, make_strategy, parse_arm, sample_rows
+from pageweaver.eval.arms import OFFLINE_WINDOWS, CheckFailed, make_strategy, parse_arm, sample_rows
 from pageweaver.eval.inputs import INPUTS, draw_problem
 from pageweaver.eval.operator import NOT_RUN, case_of, number
 from pageweaver.eval.output import Report
@@ -107,7 +107,7 @@ def measure(
 
     Raises
     ------
-    ValueError
+    CheckFailed
         An output holds NaN, or an order changes bits that it must not.
     """
     backend = "cuda" if device.type == "cuda" else "reference"
@@ -146,13 +146,13 @@ def measure(
                 lse = torch.full(problem.q.shape[:2], torch.nan, device=device)
                 out = strategy(problem, None, lse)
                 if not bool(out.isfinite().all()):
-                    raise ValueError(f"{arm}/{arithmetic}: got NaN or infinite outputs, supported: finite")
+                    raise CheckFailed(f"{arm}/{arithmetic}: got NaN or infinite outputs, supported: finite")
                 if arm == BASE:
                     bits[arithmetic] = out
                 same = torch.equal(out, bits[arithmetic]) if arithmetic in bits else None
                 # Orders of queries share one execution, and it keeps their bits (contract, point 7).
                 if same is False and isinstance(strategy, QueryUnion):
-                    raise ValueError(f"{arm}/{arithmetic}: got other bits than {BASE}, supported: the same")
+                    raise CheckFailed(f"{arm}/{arithmetic}: got other bits than {BASE}, supported: the same")
                 found = {
                     **common,
                     "arm": arm,
@@ -230,5 +230,5 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"NRMS to float64 on {len(row['sampled_rows'])} sampled rows; to per_query ({row['peer']},"
         f" {row['backend']}) on all {row['total_q']:,}. LSE: largest absolute difference. Arms on a line gave"
-        f" the same bits. The paper: {low:.2%} to {high:.2%} for its FP8 kernel against FP32, captures."
+        f" the same bits. The paper: {low:.2%} to {high:.2%} for its FP8 kernel against FP32 on captures."
     )

@@ -21,6 +21,7 @@ from pageweaver.common.problem import AttentionProblem, make_problem
 from pageweaver.common.reference import exact_attention
 from pageweaver.eval.arms import (
     Arm,
+    CheckFailed,
     counting_problem,
     fixed_of,
     make_arm,
@@ -30,6 +31,7 @@ from pageweaver.eval.arms import (
     sample_rows,
     without_arithmetic,
 )
+from pageweaver.eval.baselines import BASELINES
 from pageweaver.eval.output import Report, part_of
 from pageweaver.eval.timing import (
     BOUNDARIES,
@@ -44,7 +46,10 @@ BENCH = "operator"
 DEFAULT_ARMS = "per_query,union4,union8,union8/cluster"
 # A row's boundary where nothing was timed: no CUDA device, or no kernels of this arm in this build.
 COUNTED, NOT_RUN = "counted", "not run"
-COUNTS = ("edges", "visits", "rounds", "reuse", "partials")
+COUNTS = ("edges", "visits", "rounds", "reuse", "partials", "page_bytes", "partial_bytes")
+
+# How a strategy refuses a problem that it does not support, or that does not fit.
+UNSUPPORTED = (UnsupportedDeviceError, TypeError, ValueError, MemoryError, torch.OutOfMemoryError)
 
 Samples = Mapping[tuple[str, str], Sequence[float]]
 Extra = Callable[[Sequence[Arm], Mapping[str, Any]], Iterator[dict[str, Any]]]
@@ -134,11 +139,15 @@ def counted_rows(
     """A JSON-ready row for each arm, with its work and no time: for machines without a CUDA device."""
     counting = counting_problem(selection, group_size, kv_dtype)
     for name in names:
-        work = (
-            make_strategy(without_arithmetic(name), selection, counting, "reference").work(counting).to_dict()
-        )
+        case = {**common, **case_of(counting, selection)}
+        try:
+            counter = make_strategy(without_arithmetic(name), selection, counting, "reference")
+        except UnsupportedDeviceError as error:
+            yield {**case, **untimed(name, NOT_RUN), "reason": str(error)}
+            continue
+        work = counter.work(counting).to_dict()
         counts = {key: work[key] for key in COUNTS}
-        yield {**common, **case_of(counting, selection), **untimed(name, COUNTED), **counts}
+        yield {**case, **untimed(name, COUNTED), **counts}
 
 
 def untimed(arm: str, boundary: str) -> dict[str, Any]:
@@ -187,7 +196,7 @@ def measure(
     kv_dtype : torch.dtype
         Of the cache.
     skip_missing : bool
-        Name an arm that has no kernels here in a row of its own, instead of refusing.
+        Name an arm that has no kernels here, or does not support the case, in a row of its own.
     extra : callable, optional
         ``extra(arms, common)`` gives more rows for a selection whose arms are timed.
     report : callable
@@ -202,6 +211,8 @@ def measure(
     ------
     UnsupportedDeviceError
         An arm has no kernels here, unless `skip_missing`.
+    CheckFailed
+        An arm is wrong.
     KeyboardInterrupt
         Ctrl-C; what was finished has been yielded.
     """
@@ -217,24 +228,69 @@ def measure(
             )
             for place in range(protocol.inputs)
         ]
-        rows = sample_rows(selection, seed).to(device)
-        exact, _ = exact_attention(problems[0], torch.float64, rows)
         common = {**header, **case_of(problems[0], selection)}
-        arms = []
-        for name in names:
-            part(0.0, f"{selection.name}: {name}")
-            try:
-                arms.append(make_arm(name, selection, problems, rows, exact))
-            except UnsupportedDeviceError as error:
-                if not skip_missing:
-                    raise
-                yield {**common, **untimed(name, NOT_RUN), "reason": str(error)}
-        timings = time_arms(arms, protocol, part)
-        yield from timed_rows(arms, timings, common, describe_inputs(problems, protocol))
-        if timings.interrupted:
-            raise KeyboardInterrupt
-        if extra is not None:
-            yield from extra(arms, common)
+        yield from measure_case(
+            selection,
+            problems,
+            names,
+            protocol=protocol,
+            common=common,
+            seed=seed,
+            skip_missing=skip_missing,
+            extra=extra,
+            report=part,
+        )
+
+
+def measure_case(
+    selection: Selection,
+    problems: Sequence[AttentionProblem],
+    names: Sequence[str],
+    *,
+    protocol: Protocol,
+    common: Mapping[str, Any],
+    seed: int,
+    skip_missing: bool,
+    boundaries: Sequence[str] = BOUNDARIES,
+    extra: Extra | None = None,
+    report: Report,
+) -> Iterator[dict[str, Any]]:
+    """Time every arm on the inputs of one selection, on their CUDA device.
+
+    Parameters
+    ----------
+    selection : Selection
+    problems : sequence of AttentionProblem
+        The selection with different queries, keys and values; calls take them in turn.
+    common : mapping
+        Kept in each row.
+    boundaries : sequence of str
+        What to time: "complete", "attention", "prepare".
+    names, protocol, seed, skip_missing, extra, report
+        As in `measure`, which see for what is yielded and raised.
+    """
+    rows = sample_rows(selection, seed).to(problems[0].device)
+    exact, _ = exact_attention(problems[0], torch.float64, rows)
+    arms = []
+    for name in names:
+        report(0.0, f"{selection.name}: {name}")
+        try:
+            arms.append(make_arm(name, selection, problems, rows, exact))
+        except CheckFailed:
+            raise
+        except Exception as error:  # a baseline fails in ways of its own
+            refused = parse_arm(name)[0] in BASELINES or isinstance(error, UNSUPPORTED)
+            if not (skip_missing and refused):
+                raise
+            yield {**common, **untimed(name, NOT_RUN), "reason": " ".join(str(error).split())}
+    timings = time_arms(arms, protocol, report, boundaries)
+    for name, reason in timings.failed.items():
+        yield {**common, **untimed(name, NOT_RUN), "reason": reason}
+    yield from timed_rows(arms, timings, common, describe_inputs(problems, protocol))
+    if timings.interrupted:
+        raise KeyboardInterrupt
+    if extra is not None:
+        yield from extra(arms, common)
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:

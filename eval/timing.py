@@ -62,11 +62,14 @@ class Timings:
         Whether Ctrl-C ended it before the last round.
     sm_mhz : list of int or None
         Lowest, median and highest SM clock seen during the rounds.
+    failed : dict
+        Baselines that no graph could be captured of, and why.
     """
 
     samples: dict[tuple[str, str], list[float]]
     interrupted: bool = False
     sm_mhz: list[int] | None = None
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 def capture(calls: Sequence[Call], count: int) -> torch.cuda.CUDAGraph:
@@ -136,13 +139,22 @@ def time_arms(
     boundaries: Sequence[str] = BOUNDARIES,
 ) -> Timings:
     """Time arms against each other on the current CUDA device."""
-    timed = [(arm, boundary) for arm in arms for boundary in boundaries if boundary in arm.calls]
+    timed: list[tuple[Arm, str]] = []
     runs: list[Call] = []
-    for index, (arm, boundary) in enumerate(timed):
-        report(0.0, f"{arm.name}: capturing {boundary} ({index + 1} of {len(timed)})")
-        runs.append(capture(arm.calls[boundary], protocol.calls).replay)
-    if protocol.eager:
-        for arm in arms:
+    failed: dict[str, str] = {}
+    for index, arm in enumerate(arms):
+        report(0.0, f"capturing {arm.name} ({index + 1} of {len(arms)})")
+        wanted = [boundary for boundary in boundaries if boundary in arm.calls]
+        try:
+            own = [capture(arm.calls[boundary], protocol.calls).replay for boundary in wanted]
+        except Exception as error:  # what others' code raises inside a capture has no common type
+            if arm.ours:
+                raise
+            failed[arm.name] = f"no graph of it could be captured ({' '.join(str(error).split())})"
+            continue
+        timed += [(arm, boundary) for boundary in wanted]
+        runs += own
+        if protocol.eager:
             timed.append((arm, EAGER))
             runs.append(_eager(arm.calls["complete"], protocol.calls))
     with watched_clock() as clock:
@@ -151,7 +163,7 @@ def time_arms(
         (arm.name, boundary): [x / protocol.calls for x in own]
         for (arm, boundary), own in zip(timed, samples, strict=True)
     }
-    return Timings(found, interrupted, clock.summary())
+    return Timings(found, interrupted, clock.summary(), failed)
 
 
 def _eager(calls: Sequence[Call], count: int) -> Call:

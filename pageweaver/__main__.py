@@ -364,6 +364,43 @@ def _short_warnings() -> Iterator[None]:
 
 @app.command()
 @reporting_errors()
+def report(
+    rows: Annotated[
+        list[Path], typer.Argument(metavar="ROWS", help="Files of bench commands and of survey (JSON lines).")
+    ],
+    readme: Annotated[
+        bool,
+        typer.Option("--readme", help="Print the README's table of the first bench operator file instead."),
+    ] = False,
+    strategies: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="Columns of that table. Default: all that were timed."),
+    ] = None,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Gets report.html and its plots.")] = Path(
+        "results/report"
+    ),
+) -> None:
+    """Make one page of tables and plots from measured rows, the paper's figures beside ours."""
+    from pageweaver.eval import output as files
+    from pageweaver.eval import report as reporting
+
+    console = Console()
+    runs = [reporting.read_run(path) for path in rows]
+    if readme:
+        first = next((run for run in runs if run.bench == "operator"), None)
+        if first is None:
+            raise ValueError("rows: got no file of bench operator, supported with --readme: one")
+        columns = None if strategies is None else [x.strip() for x in strategies.split(",") if x.strip()]
+        say(console, reporting.measured_table(first.rows, columns))
+        return
+    files.check_folder(output, "report.html")
+    page = reporting.make_page(runs)
+    files.write_files(output, {"report.html": page.html.encode(), **page.plots})
+    say(console, f"Wrote {output / 'report.html'} and {len(page.plots)} plots.")
+
+
+@app.command()
+@reporting_errors()
 def doctor() -> None:
     """Say what is installed, what runs here, what is missing and how to get it."""
     from pageweaver.eval import doctor as examining

@@ -22,7 +22,7 @@ bench = typer.Typer(help="Measure; one command a question. Times need a CUDA dev
 Row = dict[str, Any]
 
 # What `--quick` shortens.
-QUICK_ROUNDS, QUICK_CALLS, QUICK_SELECTIONS = 3, 10, 2
+QUICK_ROUNDS, QUICK_CALLS, QUICK_SELECTIONS, QUICK_SHAPES = 3, 10, 2, 6
 
 
 class KvDtype(str, Enum):
@@ -255,6 +255,69 @@ def prefill(
     _close(console, rows, output, device)
 
 
+@bench.command()
+@reporting_errors()
+def scaling(
+    workload: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Call shapes with weights (JSON lines), timed beside the grid."),
+    ] = None,
+    grid: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B,...",
+            help="What varies: context, queries, group_size, kv_heads, requests; none: the workload alone.",
+        ),
+    ] = "context,queries,group_size,kv_heads,requests",
+    strategies: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Arms. Default: those that serve, and per_query.")
+    ] = None,
+    overlap: Annotated[str, typer.Option(help="Preset that draws the selections.")] = "mid",
+    rounds: Rounds = 7,
+    calls: Calls = 20,
+    seed: Seed = 0,
+    kv_dtype: CacheType = KvDtype.fp8,
+    commit: Commit = None,
+    quick: Quick = False,
+    output: RowFile = Path("results/scaling.jsonl"),
+) -> None:
+    """Complete calls over context, queries, heads and requests, and over a workload's mix of calls."""
+    from pageweaver.eval import scaling as growing
+    from pageweaver.eval.arms import parse_arms
+    from pageweaver.eval.timing import Protocol
+
+    console = Console()
+    arms = growing.default_arms() if strategies is None else parse_arms(strategies)
+    files.check_folder(output.parent, output.name)
+    shapes = growing.grid([x.strip() for x in grid.split(",") if x.strip() not in ("", "none")], quick)
+    note = None
+    if workload is not None:
+        listed, note = growing.read_workload(workload, QUICK_SHAPES if quick else None)
+        shapes += listed
+    if not shapes:
+        raise ValueError("grid: got none without a workload, supported: one of the two")
+    device, protocol = _device(), _protocol(Protocol(rounds, calls), quick)
+    with progress_bar(console) as report:
+        made = growing.measure(
+            shapes,
+            arms,
+            protocol=protocol,
+            header=_header(growing.BENCH, device, commit),
+            device=device,
+            overlap=overlap,
+            workload=note,
+            seed=seed,
+            kv_dtype=kv_dtype.torch,
+            skip_missing=strategies is None,
+            report=report,
+        )
+        rows = _collect(console, made, output)
+    growing.print_scaling(console, rows)
+    if note is not None:
+        console.print(Text(f"{note}.", style="dim"))
+    _close(console, rows, output, device)
+
+
 def _selections(words: list[str] | None, quick: bool) -> list[pageweaver.Selection]:
     found = [s for word in words or [files.default_captures()] for s in pageweaver.resolve_selection(word)]
     return found[:QUICK_SELECTIONS] if quick else found
@@ -280,7 +343,10 @@ def _header(name: str, device: torch.device, commit: str | None) -> Row:
 
 
 def _collect(
-    console: Console, made: Iterator[Row], output: Path, show: Callable[[Sequence[Row]], object]
+    console: Console,
+    made: Iterator[Row],
+    output: Path,
+    show: Callable[[Sequence[Row]], object] = lambda rows: None,
 ) -> list[Row]:
     """Gather rows, show each case's when finished, and write them, also those before an error or Ctrl-C."""
     rows: list[Row] = []

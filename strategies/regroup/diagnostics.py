@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from pageweaver.common.problem import AttentionProblem
+from pageweaver.common.reference import exact_attention
 from pageweaver.common.strategy import Layout, Workspace
 from pageweaver.strategies.query_union import QueryUnion, UnionSchedule
 from pageweaver.strategies.query_union.unions import check_query_ids
@@ -98,6 +99,14 @@ class MaterialisedReorder(_GivenIds):
             "moved_out": (tuple(problem.q.shape), torch.bfloat16),
             "moved_lse": (tuple(problem.q.shape[:2]), torch.float32),
         }
+
+    def expected(self, problem: AttentionProblem, rows: torch.Tensor) -> torch.Tensor:
+        """What output rows should hold, in float64: those of the moved problem."""
+        moved, parts = self.moved(problem), []
+        for head, slots in enumerate(self._rows.argsort(dim=1)):
+            heads = slice(head * problem.group_size, (head + 1) * problem.group_size)
+            parts.append(exact_attention(moved, torch.float64, slots[rows])[0][:, heads])
+        return torch.cat(parts, dim=1)
 
     def moved(self, problem: AttentionProblem) -> AttentionProblem:
         """The problem that is answered; its row ``s`` goes to output row ``query_ids[s]``."""

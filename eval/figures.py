@@ -1,0 +1,230 @@
+"""Plots of measured rows, for the report and the README."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pageweaver.eval import paper
+from pageweaver.eval.output import BLUE, GREEN, GREY, ORANGE, compact
+from pageweaver.eval.roofline import floor_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+
+# Okabe and Ito's others, for more than three series, and marks that tell series apart without colour.
+COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", GREY)
+MARKS = "osD^vP*X"
+HATCHES = ("", "///", "...", "\\\\\\", "xxx", "+++", "ooo", "---")
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _legend(axes: Any, columns: int = 4) -> None:
+    axes.figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
+
+
+def _arms(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["arm"] for row in rows))
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKS[index % len(MARKS)]}
+
+
+def complete_calls(rows: Sequence[Row], cases: Sequence[str]) -> Figure:
+    """Complete calls of every arm, a group of bars a selection."""
+    rows = [row for row in rows if row["boundary"] == "complete"]
+    arms = _arms(rows)
+    times = {(row["case"], row["arm"]): row["median_ms"] for row in rows}
+    figure, axes = _figure(9.0, 1.2 + len(cases) * (0.11 * len(arms) + 0.12))
+    height = 0.8 / len(arms)
+    for index, arm in enumerate(arms):
+        held = [(place, times[case, arm]) for place, case in enumerate(cases) if (case, arm) in times]
+        axes.barh(
+            [place + (index - (len(arms) - 1) / 2) * height for place, _ in held],
+            [ms for _, ms in held],
+            height=height,
+            color=COLOURS[index % len(COLOURS)],
+            hatch=HATCHES[index % len(HATCHES)],
+            edgecolor="white",
+            linewidth=0,
+            label=arm,
+        )
+    axes.set_yticks(range(len(cases)), cases)
+    axes.set_ylim(len(cases) - 0.4, -0.6)
+    axes.set_xlabel("complete call, ms")
+    axes.grid(axis="x", alpha=0.25)
+    _legend(axes)
+    return figure
+
+
+def work_against_time(rows: Sequence[Row]) -> Figure:
+    """Page visits and 64-row rounds against the time of attention, a point an arm and selection."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row["boundary"] == "attention" and row["rounds"] is not None]
+    figure = Figure(figsize=(9.0, 3.9), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, field, label in zip(
+        panels, ("visits", "rounds"), ("page visits (Eq. 3)", "64-row rounds (Eq. 4)"), strict=True
+    ):
+        for index, arm in enumerate(_arms(rows)):
+            own = [row for row in rows if row["arm"] == arm]
+            panel.scatter(
+                [row[field] for row in own],
+                [row["median_ms"] for row in own],
+                s=26,
+                edgecolor="white",
+                linewidth=0.4,
+                label=arm if field == "visits" else None,
+                **_style(index),
+            )
+        panel.set_xlabel(label)
+        panel.set_xlim(left=0)
+        panel.xaxis.set_major_formatter(lambda value, _: compact(value))
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("attention, ms")
+    panels[0].set_ylim(bottom=0)
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def savings(rows: Sequence[Row], cases: Sequence[str]) -> Figure:
+    """What each order saves of union8's complete call, in microseconds, and what grouping added to it."""
+    rows = [row for row in rows if row["boundary"] == "complete" and "net_us" in row]
+    arms = [arm for arm in _arms(rows) if any("increment_us" in r for r in rows if r["arm"] == arm)]
+    arms = arms or _arms(rows)
+    held = {(row["case"], row["arm"]): row for row in rows}
+    figure, axes = _figure(9.0, 1.4 + len(cases) * (0.13 * len(arms) + 0.12))
+    height = 0.8 / len(arms)
+    for index, arm in enumerate(arms):
+        places = [place for place, case in enumerate(cases) if (case, arm) in held]
+        own = [held[cases[place], arm] for place in places]
+        at = [place + (index - (len(arms) - 1) / 2) * height for place in places]
+        colour = COLOURS[index % len(COLOURS)]
+        axes.barh(at, [row["net_us"] for row in own], height=height, color=colour, label=f"{arm}: net")
+        # Execution alone saves this much more.
+        axes.barh(
+            at,
+            [row.get("increment_us", 0.0) for row in own],
+            left=[row["net_us"] for row in own],
+            height=height,
+            color="white",
+            edgecolor=colour,
+            hatch="////",
+            linewidth=0.6,
+            label="spent on grouping" if index == 0 else None,
+        )
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.axvline(
+        paper.NET_US["regroup_w128"],
+        color=GREY,
+        linestyle=":",
+        label=f"the paper's W128 on {paper.CAPTURE[:6]}",
+    )
+    axes.set_yticks(range(len(cases)), cases)
+    axes.set_ylim(len(cases) - 0.4, -0.6)
+    axes.set_xlabel("saved of union8's complete call, us")
+    axes.grid(axis="x", alpha=0.25)
+    _legend(axes, 3)
+    return figure
+
+
+def roofline(rows: Sequence[Row], cases: Sequence[str]) -> Figure:
+    """Attention's time over its floor, a column an arm, a point a selection; 1 is the floor."""
+    points = [
+        (row["arm"], row["case"], row["median_ms"] / floor.milliseconds)
+        for row in rows
+        if row["boundary"] == "attention" and (floor := floor_of(row)) is not None
+    ]
+    arms = list(dict.fromkeys(arm for arm, _, _ in points))
+    figure, axes = _figure(9.0, 3.6)
+    rng = np.random.default_rng(0)
+    for index, arm in enumerate(arms):
+        own = [(cases.index(case), ratio) for name, case, ratio in points if name == arm]
+        spread = index + rng.uniform(-0.18, 0.18, len(own))
+        colour = COLOURS[index % len(COLOURS)]
+        axes.scatter(spread, [r for _, r in own], s=24, color=colour, edgecolor="white", linewidth=0.4)
+        axes.hlines(np.median([r for _, r in own]), index - 0.3, index + 0.3, color=colour, linewidth=2)
+    axes.axhline(1, color=GREY, linestyle=":", linewidth=1)
+    axes.set_xticks(range(len(arms)), arms, rotation=15, ha="right", fontsize=9)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("attention, times its floor")
+    axes.grid(axis="y", alpha=0.25)
+    return figure
+
+
+def reuse(rows: Sequence[Row]) -> Figure:
+    """Reuse of all layers and heads, a box a source, beside the span of the paper's medians."""
+    observed = [row for row in rows if row.get("kind") == "observation"]
+    sources = list(dict.fromkeys(row["source"] for row in observed))
+    values = [[row["reuse"] for row in observed if row["source"] == source] for source in sources]
+    figure, axes = _figure(9.0, 1.4 + 0.5 * len(sources))
+    axes.axvspan(
+        *paper.SURVEY_MEDIANS, color=ORANGE, alpha=0.25, linewidth=0, label="medians of the paper's sources"
+    )
+    axes.boxplot(values, orientation="horizontal", widths=0.5, medianprops={"color": BLUE, "linewidth": 2})
+    names = [f"{source} ({len(own)})" for source, own in zip(sources, values, strict=True)]
+    axes.set_yticks(range(1, len(sources) + 1), names)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"reuse of groups of {observed[0]['group']} (edges per visit, Eq. 3)")
+    axes.grid(axis="x", alpha=0.25)
+    _legend(axes)
+    return figure
+
+
+def scaling(rows: Sequence[Row]) -> Figure:
+    """Complete calls over context and over queries, both on logarithmic axes."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row["boundary"] == "complete"]
+    figure = Figure(figsize=(9.0, 3.9), layout="constrained")
+    panels = figure.subplots(1, 2)
+    arms = _arms(rows)
+    for panel, kind, field, label in zip(
+        panels,
+        ("context", "queries"),
+        ("context", "total_q"),
+        ("tokens of context, 16K queries (fewer below)", "queries at the end of 64K tokens"),
+        strict=True,
+    ):
+        for index, arm in enumerate(arms):
+            own = sorted((r[field], r["median_ms"]) for r in rows if r["kind"] == kind and r["arm"] == arm)
+            panel.plot(
+                [size for size, _ in own],
+                [ms for _, ms in own],
+                markersize=4,
+                linewidth=1.2,
+                label=arm if kind == "context" else None,
+                **_style(index),
+            )
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.xaxis.set_major_formatter(lambda value, _: _binary(value))
+        panel.set_xlabel(label)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("complete call, ms")
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def _binary(value: float) -> str:
+    for size, unit in ((2**20, "M"), (2**10, "K")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"

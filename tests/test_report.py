@@ -1,0 +1,364 @@
+"""The report: every number in it is a row's, runs stay apart, and the page needs nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pageweaver.__main__ import app
+from pageweaver.common.supports import preset
+from pageweaver.eval import ablations, figures, operator, paper, report, roofline, survey
+from pageweaver.eval.report import cases_of, make_page, measured_table, read_run
+from pageweaver.eval.roofline import floor_of
+from pageweaver.eval.scaling import Shape, measure
+from pageweaver.eval.timing import Protocol
+
+ROOT = Path(__file__).resolve().parents[1]
+UNION = ROOT / "results" / "h200" / "union.jsonl"
+PNG = b"\x89PNG\r\n\x1a\n"
+Row = dict[str, Any]
+
+
+class Outline(HTMLParser):
+    """What a reader sees: text, tables, and where pictures come from."""
+
+    void = ("meta", "img", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.sources: list[str] = []
+        self.links: list[str] = []
+        self.cells: list[list[str]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: Sequence[tuple[str, str | None]]) -> None:
+        held = dict(attributes)
+        if tag == "img":
+            self.sources.append(str(held["src"]))
+            assert held["alt"]
+        if tag == "a":
+            self.links.append(str(held["href"]))
+        if tag == "tr":
+            self.cells.append([])
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1].append(data)
+
+
+def lines(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, rows: Sequence[Row]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def header(bench: str) -> Row:
+    return {
+        "schema": f"pageweaver-{bench}-1",
+        "command": "pageweaver bench <x>",
+        "device": "NVIDIA H200",
+        "driver": "1.2",
+        "cuda": "13.0",
+        "torch": "2.11",
+        "commit": "0123456789abcdef",
+        "dirty": True,
+    }
+
+
+def timed(arm: str, case: str, ms: float, boundary: str = "complete", **more: Any) -> Row:
+    return {
+        **header("operator"),
+        "case": case,
+        "sha256": "0",
+        "total_q": 15272,
+        "context": 64424,
+        "group_size": 16,
+        "num_kv_heads": 1,
+        "page_size": 128,
+        "kv_dtype": "float8_e4m3fn",
+        "arm": arm,
+        "arithmetic": "fp8",
+        "boundary": boundary,
+        "median_ms": ms,
+        "samples_ms": [ms, ms],
+        "nrms": 0.036,
+        "edges": 244352,
+        "visits": 102540,
+        "rounds": 127705,
+        "reuse": 2.38,
+        "partials": 0,
+        "page_bytes": 1,
+        "partial_bytes": 0,
+        "protocol": {"rounds": 7, "calls": 20, "inputs": 1, "input_bytes": 1, "l2_bytes": 1},
+        "interrupted": False,
+        "sm_mhz": [1700, 1755, 1980],
+        **more,
+    }
+
+
+@pytest.fixture
+def online(tmp_path: Path) -> Path:
+    """An operator run with orders of queries."""
+    rows: list[Row] = []
+    for case, scale in (("synthetic.low", 1.0), ("austen-x.L1.h0", 0.8)):
+        for boundary, union8, regroup in (
+            ("complete", 0.7, 0.65),
+            ("attention", 0.6, 0.5),
+            ("prepare", 0.01, 0.03),
+        ):
+            terms = {"net_us": 50.0 * scale, "increment_us": 12.0 * scale, "grouping_us": 9.0}
+            more = terms if boundary == "complete" else {}
+            rows.append(timed("union8", case, union8 * scale, boundary))
+            rows.append(timed("union4", case, union8 * scale * 1.05, boundary))
+            rows.append(timed("regroup_w128", case, regroup * scale, boundary, **more))
+    rows.append(
+        {**timed("sglang", "synthetic.low", 0.0, "not run"), "median_ms": None, "reason": "no <module>"}
+    )
+    return write(tmp_path / "online.jsonl", rows)
+
+
+# --- rows ---
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "supported: rows of operator, ablations"),
+        ("{", "whose line 1 is no JSON"),
+        ("[1]", "whose line 1 is no JSON object"),
+        ('{"schema": "pageweaver-other-1"}', "supported: rows of operator"),
+        ('{"strategy": "union8"}', "supported: rows of operator"),
+    ],
+)
+def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_run(path)
+    with pytest.raises(ValueError, match="rows: got no file"):
+        make_page([])
+
+
+def test_selections_stand_in_the_order_of_reuse() -> None:
+    cases = cases_of(lines(UNION))
+    assert cases[:4] == [f"synthetic.{name}" for name in ("low", "mid", "high", "interleaved")]
+    reuse = {row["case"]: row["reuse"] for row in lines(UNION) if row["arm"] == "union8"}
+    others = [reuse[case] for case in cases[4:]]
+    assert others == sorted(others) and len(others) == 10
+
+
+# --- the page ---
+
+
+def test_committed_rows_make_a_page_that_stands_alone() -> None:
+    page = make_page([read_run(UNION)])
+    seen = Outline(page.html)
+    assert all(source.startswith("data:image/png;base64,") for source in seen.sources)
+    assert all(link.startswith("#") for link in seen.links)
+    assert not re.search(r"(src|href)=\"(?!data:|#)|url\(|@import|<script", page.html)
+    assert len(seen.sources) == len(page.plots) == 3
+    assert all(data.startswith(PNG) for data in page.plots.values())
+    # Every complete call of the rows, to the digits shown.
+    shown = {(row[0], cell) for row in seen.cells for cell in row[2:]}
+    for row in lines(UNION):
+        if row["boundary"] == "complete":
+            assert (row["case"], f"{row['median_ms']:.4f}") in shown
+    # Equal rows, equal bytes: the page is a function of them.
+    assert make_page([read_run(UNION)]).html == page.html
+
+
+def test_the_papers_figures_stand_beside_ours(online: Path) -> None:
+    seen = Outline(make_page([read_run(online)]).html)
+    found = {row[0]: row[1:] for row in seen.cells}
+    ours, theirs, _ = found["union4 over union8, complete call"]
+    assert ours == "1.050 (1.050 to 1.050, 2 selections)" and theirs == f"{paper.UNION4_OVER_UNION8:.3f}x"
+    ours, theirs, _ = found["regroup_w128: increment, us"]
+    assert ours == "9.6 to 12.0, median 10.8" and theirs.startswith("37.55 (")
+    saved = found["regroup_w128: share of union8's call saved"]
+    assert saved[0] == "+7.14% to +7.14%, median +7.14%" and saved[1] == "3.26% to 7.66%"
+    assert found["NRMS of union8"][1] == "2.66% to 4.51%"
+
+
+def test_orders_floors_and_arms_that_were_not_run(online: Path) -> None:
+    page = make_page([read_run(online)])
+    assert set(page.plots) == {f"online-{name}.png" for name in ("calls", "work", "savings", "roofline")}
+    seen = Outline(page.html)
+    assert ["austen-x.L1.h0", "regroup_w128", "102,540", "127,705", "+40.0", "+9.6", "+9.0"] in seen.cells
+    # Text of rows is text, also where it looks like HTML.
+    assert "sglang was not run: no &lt;module&gt;" in page.html and "bench &lt;x&gt;" in page.html
+    assert any("0123456789 (dirty)" in row and "1700 to 1980" in row for row in seen.cells)
+    floor = floor_of(timed("union8", "x", 0.6, "attention"))
+    assert floor is not None
+    assert any(
+        row[:2] == ["synthetic.low", "union8"] and f"{0.6 / floor.milliseconds:.2f}" in row
+        for row in seen.cells
+    )
+
+
+def test_floors_are_the_ceilings_by_hand() -> None:
+    """A subgroup round is 512 tensor cycles of 132 SMs' share, a page 32 KiB through L2."""
+    floor = floor_of(timed("union8", "x", 0.6))
+    assert floor is not None
+    assert floor.matrix == pytest.approx(127705 * 64 * 128 * 128 * 4 / 1.79e15 * 1e3)
+    assert floor.exponentials == pytest.approx(244352 * 16 * 128 / (132 * 16 * 1.755e9) * 1e3)
+    assert floor.pages == pytest.approx(127705 * 32768 / 9.0e12 * 1e3)
+    assert floor.memory == pytest.approx((15272 * 16 * 128 * 2 * 2 + 504 * 32768) / 4.1e12 * 1e3)
+    assert floor.milliseconds == floor.pages and floor.bound == "page traffic"
+    split, bf16 = (floor_of(timed("union8", "x", 1, arithmetic=name)) for name in ("split", "bf16"))
+    assert split is not None and bf16 is not None
+    assert split.matrix == bf16.matrix == 2 * floor.matrix and split.bound == "tensor cores"
+    cluster = floor_of(timed("union8/cluster", "x", 1))
+    assert cluster is not None and cluster.pages == pytest.approx(102540 * 32768 / 9.0e12 * 1e3)
+    wide = floor_of(timed("union8", "x", 1, kv_dtype="bfloat16", arithmetic="bf16"))
+    assert wide is not None and wide.pages == 2 * floor.pages
+    alone = floor_of(timed("per_query", "x", 1, arithmetic="bf16", rounds=244352))
+    assert alone is not None
+    assert alone.matrix == pytest.approx(244352 * 16 * 128 * 128 * 4 / roofline.MMA_SYNC_BF16_FLOPS * 1e3)
+    assert floor_of(timed("dense", "x", 1)) is None and floor_of(timed("union8", "x", 1, rounds=None)) is None
+
+
+def test_pages_of_counts_alone_and_of_every_command(tmp_path: Path) -> None:
+    selection = preset("mid", total_q=64, prefix=4096)
+    fp8, cpu = torch.float8_e4m3fn, torch.device("cpu")
+
+    def silent(_: float, __: str) -> None:
+        """No progress."""
+
+    counted = operator.counted_rows(selection, ["union8", "random_ids"], 16, fp8, header("operator"))
+    sizes = [Shape("context", (64,), (1000,)), Shape("workload", (32,), (1000,), weight=7)]
+    options: Row = {"protocol": Protocol(), "header": header("scaling"), "device": cpu, "report": silent}
+    grown = measure(sizes, ["union8", "per_query"], workload="calls.jsonl: all", **options)
+    ablated = [
+        *ablations.group_rows(selection, header("ablations")),
+        *operator.counted_rows(selection, ["union4", "union8", "fixed_w128"], 16, fp8, header("ablations")),
+    ]
+    observed = survey.json_rows(survey.observe(selection, "a book", 8))
+    numerics = {
+        **header("numerics"),
+        "case": "x",
+        "inputs": "normal",
+        "boundary": "numerics",
+        "arm": "union8",
+        "arithmetic": "fp8",
+        "nrms": 0.0355,
+        "worst_row_nrms": 0.0444,
+        "lse_error": 0.01,
+        "peer_nrms": 0.0354,
+        "peer_worst_row_nrms": 0.05,
+        "bits_of_union8": True,
+        "sampled_rows": [1, 2],
+        "peer": "per_query/bf16",
+        "backend": "cuda",
+        "total_q": 64,
+    }
+    layer = {
+        **header("prefill"),
+        "case": "64 tokens",
+        "arm": "union8",
+        "boundary": "layer",
+        "median_ms": 3.25,
+    }
+    files = {
+        "counted": list(counted),
+        "scaling": list(grown),
+        "ablations": ablated,
+        "survey": observed,
+        "numerics": [numerics],
+        "prefill": [layer],
+    }
+    runs = [read_run(write(tmp_path / f"{name}.jsonl", rows)) for name, rows in files.items()]
+    assert [run.bench for run in runs] == [
+        "operator",
+        "scaling",
+        "ablations",
+        "survey",
+        "numerics",
+        "prefill",
+    ]
+    page = make_page(runs)
+    seen = Outline(page.html)
+    cells = {cell for row in seen.cells for cell in row}
+    assert {"3.550%", "4.440%", "3.25", "q32.c1032"} <= cells
+    assert f"{files['ablations'][-1]['visits']:,}" in cells
+    assert next(row[:2] for row in seen.cells if row and row[0] == "a book") == ["a book", "1"]
+    assert set(page.plots) == {"survey-reuse.png"}
+    assert "Counted alone" in page.html
+
+
+def test_scaling_rows_make_curves_and_totals(tmp_path: Path) -> None:
+    rows = []
+    for kind, case, queries, context, weight in (
+        ("context", "context.q16K.c64K", 16384, 65536, 0),
+        ("context", "context.q16K.c1M", 16384, 1048576, 0),
+        ("queries", "queries.q128.c64K", 128, 65536, 0),
+        ("workload", "workload.q338.c74578", 338, 74578, 1418),
+    ):
+        for arm, ms in (("per_query", 2.0), ("union8", 0.5)):
+            more = {"kind": kind, "weight": weight, "workload": "calls: all", **header("scaling")}
+            rows.append({**timed(arm, case, ms), "total_q": queries, "context": context, **more})
+    page = make_page([read_run(write(tmp_path / "grown.jsonl", rows))])
+    assert set(page.plots) == {"grown-scaling.png"}
+    seen = Outline(page.html)
+    assert ["union8", "0.71", "4.00", "1.00", "workload.q338.c74578"] in seen.cells
+    assert ["q338.c74578", "1,418", "2.000", "0.500"] in seen.cells and "calls: all" in page.html
+
+
+# --- the README's table ---
+
+
+def test_measured_table() -> None:
+    rows = lines(UNION)
+    table = measured_table(rows, ["union8", "per_query"]).splitlines()
+    assert table[0] == "| selection | reuse | `union8` | `per_query` |" and len(table) == 16
+    times = {(r["case"], r["arm"]): r["median_ms"] for r in rows if r["boundary"] == "complete"}
+    case = "austen-a.L4.h1"
+    assert f"| `{case}` | 5.43 | {times[case, 'union8']:.3f} | {times[case, 'per_query']:.3f} |" in table
+    with pytest.raises(ValueError, match="rows: got none of"):
+        measured_table(rows, ["union8", "regroup_w64"])
+    with pytest.raises(ValueError, match="rows: got none of complete calls"):
+        measured_table([])
+
+
+def test_command(online: Path, tmp_path: Path) -> None:
+    words = ["report", str(UNION), str(online), "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert f"Wrote {tmp_path / 'out' / 'report.html'} and 7 plots." in result.output
+    assert len(list((tmp_path / "out").iterdir())) == 8
+    table = CliRunner().invoke(app, ["report", str(online), "--readme", "--strategies", "union4,union8"])
+    assert table.output == measured_table(lines(online), ["union4", "union8"]) + "\n"
+    refused = CliRunner().invoke(
+        app, ["report", str(online), "--output", str(online)], env={"COLUMNS": "200"}
+    )
+    assert refused.exit_code == 2 and "Error: output: got" in refused.output
+
+
+def test_runs_never_meet_in_a_plot(online: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[str]] = []
+    inner = figures.complete_calls
+
+    def noted(rows: Sequence[Row], cases: Sequence[str]) -> Any:
+        seen.append({row["command"] for row in rows})
+        return inner(rows, cases)
+
+    monkeypatch.setattr(report.figures, "complete_calls", noted)
+    make_page([read_run(UNION), read_run(online)])
+    assert len(seen) == 2 and all(len(commands) == 1 for commands in seen)
