@@ -147,9 +147,9 @@ def test_interface(target: Target) -> None:
     problem = random_problem(device=DEVICE)
     assert pw.load(target.strategy).resolve(problem) == ("cuda", "fp8")  # what a CUDA tensor gets by itself
     assert pw.load(target.strategy).capabilities["cuda"].graph_capturable
-    with pytest.raises(ValueError, match=r"arithmetic: got 'float32', supported by union\d on cuda"):
+    with pytest.raises(ValueError, match=r"arithmetic: got 'float32', supported by \w+ on cuda"):
         pw.load(target.strategy, arithmetic="float32")(problem)
-    with pytest.raises(ValueError, match=r"page_size: got 64, supported by union\d on cuda: \(128,\)"):
+    with pytest.raises(ValueError, match=r"page_size: got 64, supported by \w+ on cuda: \(128,\)"):
         pw.load(target.strategy)(random_problem(device=DEVICE, page_size=64))
 
 
