@@ -176,7 +176,9 @@ def reuse(rows: Sequence[Row]) -> Figure:
     axes.axvspan(
         *paper.SURVEY_MEDIANS, color=ORANGE, alpha=0.25, linewidth=0, label="medians of the paper's sources"
     )
-    axes.boxplot(values, orientation="horizontal", widths=0.5, medianprops={"color": BLUE, "linewidth": 2})
+    # Whiskers reach the least and the most.
+    line = {"color": BLUE, "linewidth": 2}
+    axes.boxplot(values, orientation="horizontal", widths=0.5, whis=(0, 100), medianprops=line)
     names = [f"{source} ({len(own)})" for source, own in zip(sources, values, strict=True)]
     axes.set_yticks(range(1, len(sources) + 1), names)
     axes.invert_yaxis()
@@ -215,6 +217,8 @@ def scaling(rows: Sequence[Row]) -> Figure:
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.xaxis.set_major_formatter(lambda value, _: _binary(value))
+        for which in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+            which(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
         panel.set_xlabel(label)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)

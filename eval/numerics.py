@@ -23,7 +23,7 @@ from pageweaver.common.strategy import available, load
 from pageweaver.eval import paper
 from pageweaver.eval.arms import OFFLINE_WINDOWS, CheckFailed, make_strategy, parse_arm, sample_rows
 from pageweaver.eval.inputs import INPUTS, draw_problem
-from pageweaver.eval.operator import NOT_RUN, case_of, number
+from pageweaver.eval.operator import NOT_RUN, UNSUPPORTED, case_of, number
 from pageweaver.eval.output import Report
 from pageweaver.strategies.query_union import QueryUnion
 
@@ -142,9 +142,14 @@ def measure(
                 yield {**common, "arm": arm, "arithmetic": None, "boundary": NOT_RUN, "reason": str(error)}
                 continue
             for arithmetic in policies:
-                strategy = make_strategy(f"{arm}/{arithmetic}", selection, problem, backend)
                 lse = torch.full(problem.q.shape[:2], torch.nan, device=device)
-                out = strategy(problem, None, lse)
+                try:
+                    strategy = make_strategy(f"{arm}/{arithmetic}", selection, problem, backend)
+                    out = strategy(problem, None, lse)
+                except UNSUPPORTED as error:
+                    known = {**common, "arm": arm, "arithmetic": arithmetic, "boundary": NOT_RUN}
+                    yield {**known, "reason": str(error)}
+                    continue
                 if not bool(out.isfinite().all()):
                     raise CheckFailed(f"{arm}/{arithmetic}: got NaN or infinite outputs, supported: finite")
                 if arm == BASE:

@@ -25,6 +25,7 @@ from pageweaver.eval.scaling import BASELINE, weigh
 
 Row = dict[str, Any]
 SYNTHETIC = "synthetic."
+SERVING = ("union4", "union8", "regroup_w64", "regroup_w128", "auto", "page_union")
 # Commands whose rows this page knows, by the middle of their schema.
 BENCHES = ("operator", "ablations", "numerics", "scaling", "prefill", "survey")
 
@@ -249,6 +250,11 @@ def _operator(run: Run, page: Page) -> str:
         parts.append(_heading("Over the floor") + _floors(floors, cases))
         caption = "Attention's time over the floor of its own work; a bar is an arm's median"
         parts.append(_plot(page, f"{run.name}-roofline", figures.roofline(timed, cases), caption))
+    winners = _winners(timed, cases)
+    if winners:
+        headings = ["selection", "reuse", "fewest rounds", "fastest", "ahead of the predicted one"]
+        note = "Of the strategies that serve, in one arithmetic and cache; rounds are Eq. 4's."
+        parts.append(_heading("Predicted and measured to win") + _table(headings, winners) + _note(note))
     errors = {(row["arm"], row["arithmetic"]): [] for row in timed}  # type: dict[tuple[str, str], list[float]]
     for row in timed:
         if row.get("nrms") is not None:
@@ -327,6 +333,34 @@ def _eq7(rows: Sequence[Row], cases: Sequence[str]) -> str:
         if row["case"] == case and row["boundary"] == "complete" and "net_us" in row
     ]
     return _table(["selection", "arm", "visits", "rounds", "net", "increment", "grouping"], lines, text=2)
+
+
+def _winners(rows: Sequence[Row], cases: Sequence[str]) -> list[list[str]]:
+    """Which strategy has the fewest rounds on each selection, and which is the fastest."""
+    base = next((row for row in rows if row["arm"] == ORIGINAL), None)
+    lines = []
+    for case in cases:
+        own = [
+            row
+            for row in rows
+            if base is not None
+            and row["case"] == case
+            and row["boundary"] == "complete"
+            and row["arm"] in SERVING
+            and row["arithmetic"] == base["arithmetic"]
+        ]
+        if len(own) > 1:
+            predicted = min(own, key=lambda row: row["rounds"])
+            fastest = min(own, key=lambda row: row["median_ms"])
+            ahead = f"{1 - fastest['median_ms'] / predicted['median_ms']:.1%}"
+            names = [predicted["arm"], fastest["arm"]]
+            lines.append([case, f"{fastest['edges'] / _visits8(rows, case):.2f}", *names, ahead])
+    return lines
+
+
+def _visits8(rows: Sequence[Row], case: str) -> int:
+    """Visits of groups of 8 in original order."""
+    return next(row["visits"] for row in rows if row["case"] == case and row["arm"] == ORIGINAL)
 
 
 def _floors(rows: Sequence[Row], cases: Sequence[str]) -> str:
@@ -485,7 +519,7 @@ figcaption, .note { color: #555; font-size: .85rem; max-width: 60rem; }
 
 
 def _document(sections: Sequence[tuple[str, str]]) -> str:
-    links = "".join(f'<a href="#s{i}">{escape(title)}</a>' for i, (title, _) in enumerate(sections))
+    links = " ".join(f'<a href="#s{i}">{escape(title)}</a>' for i, (title, _) in enumerate(sections))
     bodies = "".join(
         f'<section id="s{i}"><h2>{escape(title)}</h2>{body}</section>'
         for i, (title, body) in enumerate(sections)

@@ -177,3 +177,18 @@ def test_command_and_table(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 80
     union8 = next(row for row in rows if row["arm"] == "union8" and row["arithmetic"] == "fp8")
     assert f" {union8['nrms']:.2%} " in text and f" {union8['worst_row_nrms']:.2%} " in text
+
+
+def test_what_a_strategy_refuses_is_named(selection: pw.Selection, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = Union8.prepare
+
+    def refusing(self: Any, *arguments: Any, **options: Any) -> Any:
+        if self.name == "union4":
+            raise ValueError("mapping: got 'x'")
+        return inner(self, *arguments, **options)
+
+    monkeypatch.setattr("pageweaver.strategies.query_union.QueryUnion.prepare", refusing)
+    rows = measured(selection, ["union8", "union4"], ["normal"], rows=8)
+    refused = [row for row in rows if row["arm"] == "union4"]
+    assert {(row["boundary"], row["reason"]) for row in refused} == {("not run", "mapping: got 'x'")}
+    assert all(row["boundary"] == "numerics" for row in rows if row["arm"] == "union8")

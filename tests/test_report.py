@@ -205,6 +205,7 @@ def test_orders_floors_and_arms_that_were_not_run(online: Path) -> None:
     # Text of rows is text, also where it looks like HTML.
     assert "sglang was not run: no &lt;module&gt;" in page.html and "bench &lt;x&gt;" in page.html
     assert any("0123456789 (dirty)" in row and "1700 to 1980" in row for row in seen.cells)
+    assert ["austen-x.L1.h0", "2.38", "union8", "regroup_w128", "7.1%"] in seen.cells
     floor = floor_of(timed("union8", "x", 0.6, "attention"))
     assert floor is not None
     assert any(

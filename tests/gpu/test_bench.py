@@ -7,7 +7,7 @@ import torch
 
 import pageweaver as pw
 from pageweaver.common.supports import preset
-from pageweaver.eval import ablations, operator
+from pageweaver.eval import ablations, numerics, operator, scaling
 from pageweaver.eval.arms import DIAGNOSTICS, make_strategy
 from pageweaver.eval.timing import Protocol
 
@@ -76,3 +76,62 @@ def test_orders_keep_the_bits_of_union8(name: str) -> None:
     out = torch.full_like(problem.q, torch.nan)
     make_strategy(name, selection, problem, "cuda")(problem, out)
     assert torch.equal(out, pw.load("union8")(problem))
+
+
+def test_numerics_on_kernels() -> None:
+    selection = preset("mid", total_q=300, prefix=4096)
+    arms = ["per_query", "union8", "union8/cluster", "regroup_w128", "auto", "offline_w2048"]
+    rows = list(
+        numerics.measure(
+            [selection], arms, ["normal", "model"], header={}, device=torch.device("cuda"), report=silent
+        )
+    )
+    assert {row["arm"] for row in rows} == set(arms)
+    for row in rows:
+        assert row["boundary"] == "numerics" and row["backend"] == "cuda" and row["peer_rows"] == 300
+        if row["inputs"] == "normal":
+            assert 0 < row["nrms"] < (0.05 if row["arithmetic"] == "fp8" else 0.005)
+        assert row["bits_of_union8"] or row["arm"] == "per_query"
+
+
+def test_scaling_over_shapes_of_a_mix() -> None:
+    shapes = [
+        scaling.Shape("queries", (128,), (8192,)),
+        scaling.Shape("requests", (70, 200), (3000, 900)),
+        scaling.Shape("workload", (300,), (5000,), weight=3),
+    ]
+    rows = list(
+        scaling.measure(
+            shapes,
+            ["per_query", "union8", "auto"],
+            protocol=Protocol(rounds=3, calls=4),
+            header={},
+            device=torch.device("cuda"),
+            skip_missing=False,
+            report=silent,
+        )
+    )
+    assert [(row["case"], row["arm"]) for row in rows] == [
+        (shape.name, arm) for shape in shapes for arm in ("per_query", "union8", "auto")
+    ]
+    assert all(0 < row["median_ms"] < 100 and row["boundary"] == "complete" for row in rows)
+    assert {one.arm for one in scaling.weigh(rows)} == {"per_query", "union8", "auto"}
+
+
+def test_torch_baselines_are_timed_or_named() -> None:
+    """Whether torch's compiler is there or not, ours are measured."""
+    selection = preset("mid", total_q=256, prefix=4096)
+    rows = list(
+        operator.measure(
+            [selection],
+            ["union8", "dense", "flex"],
+            protocol=Protocol(rounds=2, calls=2),
+            header={},
+            device=torch.device("cuda"),
+            skip_missing=True,
+            report=silent,
+        )
+    )
+    found = {row["arm"]: row for row in rows if row["boundary"] in ("complete", operator.NOT_RUN)}
+    assert set(found) == {"union8", "dense", "flex"} and found["union8"]["median_ms"] > 0
+    assert found["dense"]["boundary"] == "complete" and found["dense"]["nrms"] < 0.005
