@@ -196,7 +196,8 @@ def measure(
     kv_dtype : torch.dtype
         Of the cache.
     skip_missing : bool
-        Name an arm that has no kernels here, or does not support the case, in a row of its own.
+        Name an arm of ours that has no kernels here, or does not support the case, in a row of its own, as
+        baselines always are.
     extra : callable, optional
         ``extra(arms, common)`` gives more rows for a selection whose arms are timed.
     report : callable
@@ -276,11 +277,9 @@ def measure_case(
         report(0.0, f"{selection.name}: {name}")
         try:
             arms.append(make_arm(name, selection, problems, rows, exact))
-        except CheckFailed:
-            raise
-        except Exception as error:  # a baseline fails in ways of its own
-            refused = parse_arm(name)[0] in BASELINES or isinstance(error, UNSUPPORTED)
-            if not (skip_missing and refused):
+        except Exception as error:  # a baseline fails in ways of its own, and ends its own arm alone
+            skipped = isinstance(error, UNSUPPORTED) and not isinstance(error, CheckFailed) and skip_missing
+            if not skipped and parse_arm(name)[0] not in BASELINES:
                 raise
             yield {**common, **untimed(name, NOT_RUN), "reason": " ".join(str(error).split())}
     timings = time_arms(arms, protocol, report, boundaries)

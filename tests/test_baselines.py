@@ -235,6 +235,36 @@ def test_vllm_refuses_rows_with_fewer_pages(monkeypatch: pytest.MonkeyPatch) -> 
         make_strategy("vllm", thinner, problem, "reference")(problem)
 
 
+def test_a_baseline_that_answers_wrongly_is_named_and_ours_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    selection = several_requests()
+    problem = pw.make_problem(selection)
+    inner = operator.make_arm
+
+    def wrong(name: str, *arguments: Any) -> Any:
+        if name in ("dense", "union4"):
+            raise arms.CheckFailed(f"{name}: got NRMS 0.9")
+        return inner(name, *arguments, backend="reference")
+
+    def timed(made: Any, *_: Any) -> Timings:
+        return Timings({(arm.name, "complete"): [1.0] for arm in made})
+
+    monkeypatch.setattr(operator, "time_arms", timed)
+    monkeypatch.setattr(operator, "make_arm", wrong)
+
+    def run(*names: str) -> list[dict[str, Any]]:
+        options: dict[str, Any] = {"protocol": Protocol(), "common": {}, "seed": 0, "skip_missing": True}
+        return list(operator.measure_case(selection, [problem], names, **options, report=lambda *_: None))
+
+    assert [(row["arm"], row["boundary"]) for row in run("dense", "union8")] == [
+        ("dense", "not run"),
+        ("union8", "complete"),
+    ]
+    with pytest.raises(arms.CheckFailed, match="union4: got NRMS"):
+        run("union8", "union4")
+
+
 @pytest.mark.parametrize("name", list(STAND_INS))
 def test_a_missing_package_is_named_as_not_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = BASELINES[name].module
