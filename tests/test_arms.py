@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+import time
+import types
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,3 +281,121 @@ def test_without_a_gpu_everything_is_counted() -> None:
         assert row["boundary"] == operator.COUNTED and row["median_ms"] is None and row["samples_ms"] == []
     work = pw.load("page_union").work(pw.make_problem(selections[1]))
     assert (found[6]["visits"], found[6]["partials"]) == (work.visits, work.partials)
+
+
+# --- from arms to rows, with stand-ins for what only a CUDA device has ---
+
+
+class Graph:
+    """Calls as a graph would replay them."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]], count: int) -> None:
+        self.calls, self.count = calls, count
+
+    def replay(self) -> None:
+        for index in range(self.count):
+            self.calls[index % len(self.calls)]()
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Graphs that are loops, a stopwatch that counts runs, a clock that nobody reads; returns run counts."""
+    runs: list[int] = []
+    inner = time_rotated
+
+    def rotated(given: Sequence[Callable[[], object]], rounds: int, report: Any) -> Any:
+        def stopwatch(run: Callable[[], object]) -> float:
+            run()
+            runs.append(given.index(run))
+            return 6.0 + runs[-1]
+
+        return inner(given, rounds, report, stopwatch)
+
+    reference = make_arm
+    monkeypatch.setattr(timing, "capture", Graph)
+    monkeypatch.setattr(timing, "time_rotated", rotated)
+    monkeypatch.setattr(timing, "watched_clock", lambda: nullcontext(timing.ClockLog([1500, 1700, 1600])))
+    monkeypatch.setattr(operator, "make_arm", lambda *a: reference(*a, backend="reference"))
+    return runs
+
+
+def test_a_case_from_arms_to_rows(no_device: list[int]) -> None:
+    selection = several_requests()
+    problems = [pw.make_problem(selection, seed=seed) for seed in range(2)]
+    rows = list(
+        operator.measure_case(
+            selection,
+            problems,
+            ["per_query", "union8", "regroup_w64"],
+            protocol=Protocol(rounds=2, calls=3, inputs=2, eager=True),
+            common={"case": "x"},
+            seed=0,
+            skip_missing=False,
+            extra=lambda made, common: iter([{**common, "arms": [arm.name for arm in made]}]),
+            report=silent,
+        )
+    )
+    *timed, more = rows
+    # Boundaries of an arm stand together, and no two runs are of one place.
+    assert [(row["arm"], row["boundary"]) for row in timed] == [
+        (arm, boundary)
+        for arm in ("per_query", "union8", "regroup_w64")
+        for boundary in ("complete", "attention", "prepare", "eager")
+    ]
+    assert [row["median_ms"] for row in timed] == [(6.0 + place) / 3 for place in range(12)]
+    assert len(no_device) == 12 * 3  # one unrecorded run each, then two rounds
+    assert timed[0]["sm_mhz"] == [1500, 1600, 1700] and timed[0]["protocol"]["inputs"] == 2
+    assert more == {"case": "x", "arms": ["per_query", "union8", "regroup_w64"]}
+
+
+def test_an_interrupted_case_yields_its_rounds_then_stops(
+    no_device: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selection = several_requests()
+    made = operator.measure_case(
+        selection,
+        [pw.make_problem(selection)],
+        ["union4", "union8"],
+        protocol=Protocol(rounds=5, calls=2),
+        common={"case": "x"},
+        seed=0,
+        skip_missing=False,
+        boundaries=("complete",),
+        report=lambda fraction, text: _interrupt(fraction, text),
+    )
+    rows = []
+    with pytest.raises(KeyboardInterrupt):
+        for row in made:
+            rows.append(row)
+    assert [(row["arm"], len(row["samples_ms"]), row["interrupted"]) for row in rows] == [
+        ("union4", 2, True),
+        ("union8", 2, True),
+    ]
+
+
+def _interrupt(fraction: float, text: str) -> None:
+    """Ctrl-C as the second of five rounds is told."""
+    if text == "timing" and fraction == 0.4:
+        raise KeyboardInterrupt
+
+
+def test_the_clock_is_what_the_tool_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho 1980\necho "[N/A]"\necho 1755\nexec sleep 60\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: types.SimpleNamespace(uuid="12-34"))
+    with timing.watched_clock() as log:
+        deadline = time.monotonic() + 20
+        while len(log.megahertz) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert log.summary() == [1755, 1867, 1980]
+    assert "--query-gpu=clocks.sm" in (tmp_path / "asked").read_text()
+    assert (tmp_path / "asked").read_text().strip().endswith("-i GPU-12-34")
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with timing.watched_clock() as log:
+        pass
+    assert log.summary() is None
