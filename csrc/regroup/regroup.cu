@@ -159,7 +159,7 @@ __device__ __forceinline__ void transpose_16x32(uint32_t (&rows)[16]) {
 template <typename Mask, int kWindow>
 __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     regroup(PrepareParams p, int capacity, int builders) {
-    constexpr int kColumns = 8 * sizeof(Mask), kRowWords = kWindow / 32, kHalves = kColumns / 16;
+    constexpr int kColumns = 8 * sizeof(Mask), kRowWords = kWindow / 32, kParts = kColumns / 16;
     constexpr int kLoads = (kWindow * kColumns + kThreads<kWindow> - 1) / kThreads<kWindow>;
     extern __shared__ __align__(16) uint8_t raw_shared[];
     Mask* const overlaps = reinterpret_cast<Mask*>(raw_shared);
@@ -232,22 +232,22 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         }
         __syncthreads();
 #pragma unroll 1
-        for (int task = threadIdx.x; task < kWindow * kRowWords * kHalves; task += kThreads<kWindow>) {
+        for (int task = threadIdx.x; task < kWindow * kRowWords * kParts; task += kThreads<kWindow>) {
             const int row = task % kWindow, word = task / kWindow % kRowWords,
-                      half = task / kWindow / kRowWords;
+                      part = task / kWindow / kRowWords;
             uint32_t bits[16];
 #pragma unroll
             for (int k = 0; k < 16; ++k) {
-                const int page = pages[row * kColumns + half * 16 + k] - first_page;
+                const int page = pages[row * kColumns + part * 16 + k] - first_page;
                 bits[k] = page >= 0 && page < capacity ? table[page * kRowWords + word] : 0;
             }
             transpose_16x32(bits);
             uint16_t* const target = reinterpret_cast<uint16_t*>(overlaps) +
-                                     (word * 32 * kWindow + place_of<kWindow>(row)) * kHalves + half;
+                                     (word * 32 * kWindow + place_of<kWindow>(row)) * kParts + part;
             const auto write = [&](auto is_first) {
 #pragma unroll
                 for (int r = 0; r < 32; ++r) {
-                    uint16_t& value = target[r * kWindow * kHalves];
+                    uint16_t& value = target[r * kWindow * kParts];
                     const auto found = static_cast<uint16_t>(r < 16 ? bits[r] : bits[r - 16] >> 16);
                     value = decltype(is_first)::value ? found : value | found;
                 }

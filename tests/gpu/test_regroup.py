@@ -85,7 +85,7 @@ class TestIds:
         ids = problem.q2k_indices
         same = ids[:, :1].expand_as(ids).contiguous()
         schedule = assert_same_groups(replaced(problem, q2k_indices=same), name, objective)
-        assert torch.equal(schedule.query_ids[0].cpu(), torch.arange(256, dtype=torch.int32))
+        assert torch.equal(schedule.query_ids[0].cpu(), torch.arange(problem.total_q, dtype=torch.int32))
         same[:, ::2] = ids[:, 1:2]
         assert_same_groups(replaced(problem, q2k_indices=same), name, objective)
 
