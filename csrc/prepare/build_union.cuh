@@ -79,11 +79,24 @@ __device__ inline void clear_group(const PrepareParams& p, int head, int group, 
     for (int i = lane; i < mask_total; i += kWarp) p.union_masks[unit * mask_total + i] = 0;
 }
 
+// Gives a selected page a place in packed_v. Where that has room for all pages of all requests a page's place
+// is its index; else places are numbered as pages turn up. A CTA calls this once a page: these few lines of
+// memory are everybody's.
+__device__ inline void claim_place(const PrepareParams& p, int64_t index) {
+    if (p.max_packed == 0) return;
+    int32_t* const place = p.packed_slots + index;
+    if (int64_t{p.num_kv_heads} * p.batch_size * p.max_pages <= p.max_packed)
+        *place = static_cast<int32_t>(index);
+    else if (*reinterpret_cast<volatile int32_t*>(place) == -1 && atomicCAS(place, -1, kClaimed) == -1)
+        // No more pages can be selected than there are edges, so the number stays inside the buffer.
+        *place = atomicAdd(&p.counters[kPackedCount], 1);
+}
+
 // Writes the union of a group of `slots` slots; page_of(slot, column) is a page or -1. `scratch` holds
-// union_words(p) words of this warp.
+// union_words(p) words of this warp, the bitmap of the union's pages first; that is left there.
 template <typename PageOf>
-__device__ void build_union(const PrepareParams& p, int head, int group, int request, int slots,
-                            uint32_t* scratch, const PageOf& page_of) {
+__device__ void build_union(const PrepareParams& p, int head, int group, int slots, uint32_t* scratch,
+                            const PageOf& page_of) {
     constexpr int kLoads = 4;  // in flight
     const int lane = threadIdx.x % kWarp;
     const int page_words = (p.max_pages + 31) / 32;
@@ -134,11 +147,7 @@ __device__ void build_union(const PrepareParams& p, int head, int group, int req
     }
     __syncwarp();
 
-    // Write pages at their ranks and give each a place in packed_v. Where that has room for all pages of all
-    // requests a page's place is its index; else places are numbered as pages turn up. Queries that share a
-    // page write the same.
-    const int64_t slot_base = (int64_t{head} * p.batch_size + request) * p.max_pages;
-    const bool has_room = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages <= p.max_packed;
+    // Write pages at their ranks; queries that share a page write the same.
 #pragma unroll 1
     for (int edge = lane; edge < edges; edge += kWarp) {
         const int page = edge_pages[edge];
@@ -147,16 +156,6 @@ __device__ void build_union(const PrepareParams& p, int head, int group, int req
         const int slot = slot_of(edge);
         atomicOr(&masks[rank * p.mask_words + slot / 32], 1u << (slot % 32));
         pages_out[rank] = page;
-        if (p.max_packed == 0) continue;
-        int32_t* const place = p.packed_slots + slot_base + page;
-        // A stale -1 costs a write that does no harm; all groups writing these few lines at once cost more.
-        if (has_room) {
-            if (*place < 0) *place = static_cast<int32_t>(slot_base + page);
-        } else if (*reinterpret_cast<volatile int32_t*>(place) == -1 &&
-                   atomicCAS(place, -1, kClaimed) == -1) {
-            // No more pages can be selected than there are edges, so the number stays inside the buffer.
-            *place = atomicAdd(&p.counters[kPackedCount], 1);
-        }
     }
     __syncwarp();
 #pragma unroll 1

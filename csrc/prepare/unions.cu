@@ -16,6 +16,7 @@ namespace pageweaver {
 namespace {
 
 constexpr int kPlanThreads = 1024;
+constexpr int kUnionWarps = 8;  // at most, where shared memory holds their scratch
 
 // First unit of every request, units of `length` queries; returns their number. All threads of one CTA.
 __device__ int scan_requests(const PrepareParams& p, int length, int32_t* starts) {
@@ -70,33 +71,49 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(PrepareParams p) {
     }
 }
 
-__global__ void build_unions(PrepareParams p) {
+__global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PrepareParams p) {
     extern __shared__ uint32_t shared_words[];
+    __shared__ int64_t first_places[kUnionWarps];  // in packed_slots, of the request of each warp's group
     grid_dependency_wait();
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    const int64_t unit = int64_t{blockIdx.x} * warps + warp;
-    if (unit >= int64_t{p.num_kv_heads} * p.max_groups) return;
+    const int64_t unit = int64_t{blockIdx.x} * warps + warp, words = union_words(p);
     const int head = static_cast<int>(unit / p.max_groups), group = static_cast<int>(unit % p.max_groups);
-    if (group >= p.counters[kLiveGroups]) {
-        clear_group(p, head, group, lane);
-        return;
+    const bool exists = unit < int64_t{p.num_kv_heads} * p.max_groups;
+    const bool is_live = exists && group < p.counters[kLiveGroups];
+    if (exists && !is_live) clear_group(p, head, group, lane);
+    if (lane == 0) first_places[warp] = -1;
+    if (is_live) {
+        const int request = request_of(p.group_starts, p.batch_size, group);
+        const Span span = span_of(p, p.group_starts, request, group, p.queries_per_tile * p.tiles_per_group);
+        if (head == 0 && lane == 0) note_group(p, group, request, span);
+        if (lane == 0) first_places[warp] = (int64_t{head} * p.batch_size + request) * p.max_pages;
+        build_union(p, head, group, span.last - span.first, shared_words + warp * words,
+                    [&](int slot, int column) {
+                        const int at = span.first + slot;
+                        const int query = p.query_ids ? p.query_ids[int64_t{head} * p.total_q + at] : at;
+                        return visible_page(p, head, request, query, column);
+                    });
     }
-    const int request = request_of(p.group_starts, p.batch_size, group);
-    const Span span = span_of(p, p.group_starts, request, group, p.queries_per_tile * p.tiles_per_group);
-    if (head == 0 && lane == 0) note_group(p, group, request, span);
-    build_union(p, head, group, request, span.last - span.first, shared_words + warp * union_words(p),
-                [&](int slot, int column) {
-                    const int at = span.first + slot;
-                    const int query = p.query_ids ? p.query_ids[int64_t{head} * p.total_q + at] : at;
-                    return visible_page(p, head, request, query, column);
-                });
+    __syncthreads();
+    // Neighbours are mostly of one request and share pages.
+    for (int page = threadIdx.x; page < p.max_pages; page += blockDim.x) {
+        int64_t claimed = -1;
+        for (int w = 0; w < warps; ++w) {
+            const int64_t first = first_places[w];
+            if (first < 0 || first == claimed) continue;
+            if (shared_words[w * words + page / 32] >> (page % 32) & 1) {
+                claim_place(p, first + page);
+                claimed = first;
+            }
+        }
+    }
 }
 
 cudaError_t launch_build_unions(const PrepareParams& p, cudaStream_t stream) {
     const size_t warp_bytes = sizeof(uint32_t) * union_words(p);
     constexpr size_t kMaxShared = 227 * 1024;
     if (warp_bytes > kMaxShared) return cudaErrorInvalidValue;
-    int warps = 4;
+    int warps = kUnionWarps;
     while (warps > 1 && warps * warp_bytes > 48 * 1024) warps /= 2;
     const size_t shared = warps * warp_bytes;
     if (shared > 48 * 1024) {

@@ -68,54 +68,72 @@ __device__ void search(const Mask* overlaps, const uint32_t* whole_rows, int fir
                        int subgroup, bool by_rounds, uint8_t* order) {
     const int lane = threadIdx.x % kWarp;
     const Mask* const lane_overlaps = overlaps + first_row * kWindow + place_of<kWindow>(first_row + lane);
-    uint32_t whole[kPerLane], left[kPerLane], left_subgroup[kPerLane], taken_pages[kPerLane], base[kPerLane];
+    uint32_t whole[kPerLane], whole_costs[kPerLane], base[kPerLane];
+    uint32_t left[kPerLane], left_subgroup[kPerLane], taken_pages[kPerLane];
 #pragma unroll
     for (int q = 0; q < kPerLane; ++q) {
         const int row = q * kWarp + lane;
         whole[q] = row < rows ? whole_rows[first_row + row] : 0;
+        whole_costs[q] = __popc(whole[q]) * kGroupCost;
         base[q] = row < rows ? row : kTaken | row;
     }
     for (int first_slot = 0; first_slot < rows; first_slot += group) {
         const int slots = min(group, rows - first_slot);
-        int slot = 0, own_row = 0;
-        // Takes the row of the smallest key: its pages of every row are then read.
+        int slot = 0, row = 0, own_row = 0;
+        // Fills a slot with the row of the smallest key.
         const auto take = [&](uint32_t key) {
-            const int row = __reduce_min_sync(kAllLanes, key) & kRowMask;
-            uint32_t words[kPerLane * sizeof(Mask) / 4];
-            load_words(lane_overlaps + row * kWindow, words);
+            row = __reduce_min_sync(kAllLanes, key) & kRowMask;
             if (lane == slot % kWarp) own_row = row;
 #pragma unroll
-            for (int q = 0; q < kPerLane; ++q) {
+            for (int q = 0; q < kPerLane; ++q)
                 if (row == q * kWarp + lane) base[q] |= kTaken;
-                // Upper bits of what is left are 0, so that a mask of 16 bits needs no clearing there.
-                taken_pages[q] =
-                    sizeof(Mask) == 4 ? words[q % (sizeof(words) / 4)] : words[q / 2] >> (q % 2 * 16);
-                left[q] &= ~taken_pages[q];
-            }
             // Lanes keep the rows of up to 32 slots.
             if (++slot % kWarp == 0 || slot == slots)
                 if (const int written = (slot - 1) % kWarp; lane <= written)
                     order[first_slot + slot - 1 - written + lane] = static_cast<uint8_t>(first_row + own_row);
         };
+        // The pages of the row just taken are now read.
+        const auto read = [&] {
+            uint32_t words[kPerLane * sizeof(Mask) / 4];
+            load_words(lane_overlaps + row * kWindow, words);
 #pragma unroll
-        for (int q = 0; q < kPerLane; ++q) left[q] = whole[q];
+            for (int q = 0; q < kPerLane; ++q) {
+                // Upper bits of what is left are 0, so that a mask of 16 bits needs no clearing there.
+                taken_pages[q] =
+                    sizeof(Mask) == 4 ? words[q % (sizeof(words) / 4)] : words[q / 2] >> (q % 2 * 16);
+                left[q] &= ~taken_pages[q];
+            }
+        };
+
+        uint32_t key = 0xffffffffu;
+#pragma unroll
+        for (int q = 0; q < kPerLane; ++q) {
+            left[q] = whole[q];
+            key = min(key, whole_costs[q] + base[q]);
+        }
+        take(key);
         // In a group's first subgroup both costs are one; a subgroup's first row goes by the group alone.
         const int by_group = by_rounds ? min(slots, subgroup + 1) : slots;
         while (slot < by_group) {
-            uint32_t key = 0xffffffffu;
+            read();
+            key = 0xffffffffu;
 #pragma unroll
             for (int q = 0; q < kPerLane; ++q) key = min(key, __popc(left[q]) * kGroupCost + base[q]);
             take(key);
         }
+        if (slot == slots) continue;
+        read();
 #pragma unroll
         for (int q = 0; q < kPerLane; ++q) left_subgroup[q] = whole[q] & ~taken_pages[q];
-        while (slot < slots) {
-            uint32_t key = 0xffffffffu;
+        while (true) {
+            key = 0xffffffffu;
 #pragma unroll
             for (int q = 0; q < kPerLane; ++q)
                 key = min(key,
                           __popc(left_subgroup[q]) * kSubgroupCost + __popc(left[q]) * kGroupCost + base[q]);
             take(key);
+            if (slot == slots) break;
+            read();
 #pragma unroll
             for (int q = 0; q < kPerLane; ++q) left_subgroup[q] &= ~taken_pages[q];
         }
@@ -231,6 +249,15 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
             }
         }
         __syncthreads();
+        const int64_t first_place = (int64_t{head} * p.batch_size + request) * p.max_pages + first_page;
+#pragma unroll 1
+        for (int page = threadIdx.x; page < min(capacity, p.max_pages - first_page);
+             page += kThreads<kWindow>) {
+            uint32_t selected = 0;
+#pragma unroll
+            for (int word = 0; word < kRowWords; ++word) selected |= table[page * kRowWords + word];
+            if (selected) claim_place(p, first_place + page);
+        }
 #pragma unroll 1
         for (int task = threadIdx.x; task < kWindow * kRowWords * kParts; task += kThreads<kWindow>) {
             const int row = task % kWindow, word = task / kWindow % kRowWords,
@@ -302,7 +329,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         if (group >= live_groups) break;  // only where boundaries pass total_q
         if (head == 0 && lane == 0)
             note_group(p, group, request, {span.first + first_slot, span.first + first_slot + slots});
-        build_union(p, head, group, request, slots, table + warp * union_words(p), [&](int slot, int column) {
+        build_union(p, head, group, slots, table + warp * union_words(p), [&](int slot, int column) {
             return pages[order[first_slot + slot] * kColumns + column];
         });
     }
