@@ -27,11 +27,11 @@ __device__ __forceinline__ uint32_t cvt_e4m3x4(float a, float b, float c, float 
     return packed;
 }
 
-// Rounds to the four significant bits that E4M3 holds of numbers from 2^-6 to 448: 20 bits of the mantissa
-// are cut off by adding and subtracting a multiple of x (Veltkamp's splitting).
+// Rounds to the four significant bits that E4M3 holds of numbers from 2^-6 to 448: adding 2^20 x cuts 20 bits
+// off the mantissa, and taking it away again is exact (after Veltkamp's splitting).
 __device__ __forceinline__ float round_to_e4m3(float x) {
-    const float shifted = __fmul_rn(x, 1048577.0f);
-    return __fsub_rn(shifted, __fsub_rn(shifted, x));
+    constexpr float kShift = 1048576.0f;
+    return __fmaf_rn(x, -kShift, __fmaf_rn(x, kShift, x));
 }
 
 // Two E4M3 numbers as floats, the lower byte first.
