@@ -169,8 +169,12 @@ class Search:
 
 
 def max_windows(problem: AttentionProblem, window: int) -> int:
-    """Most search windows of one KV head: every request may end in a partial one."""
-    return min(problem.total_q, (problem.total_q + problem.batch_size * (window - 1)) // window)
+    """Most search windows of one KV head: every request may end in a partial one.
+
+    One at least where there are rows: it clears the groups of a call that has no request.
+    """
+    most = (problem.total_q + problem.batch_size * (window - 1)) // window
+    return min(problem.total_q, max(1, most))
 
 
 def prepare_cuda(

@@ -32,6 +32,8 @@ class KernelTarget(Target):
             wanted = f"k_cache.dtype: got {problem.k_cache.dtype}, supported by {self.strategy}"
         elif problem.page_size not in able.page_sizes:
             wanted = f"page_size: got {problem.page_size}, supported by {self.strategy}"
+        elif self.arithmetic == "bf16" and "bf16" not in able.arithmetics[problem.k_cache.dtype]:
+            wanted = f"arithmetic: got 'bf16', supported by {self.strategy}"
         elif self.options.get("mapping") == "cluster" and problem.k_cache.dtype == torch.bfloat16:
             wanted = f"mapping: got 'cluster', supported by {self.strategy}"
         if wanted is not None:
