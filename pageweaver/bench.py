@@ -217,11 +217,19 @@ def numerics(
 @reporting_errors()
 def prefill(
     strategies: Annotated[
-        str, typer.Option(metavar="A,B,...", help="Strategies; they take turns in every round.")
-    ] = "per_query,union8,regroup_w128",
+        str, typer.Option(metavar="A,B,...", help="Arms, as NAME or NAME/fp8_copy; they take turns.")
+    ] = "per_query,union8,regroup_w128,union8/fp8_copy",
     tokens: Annotated[int, typer.Option(min=1, help="Of the prompt.")] = 65536,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens a forward pass.")] = 16384,
     layers: Annotated[int, typer.Option(min=1, help="Sparse layers of MiniMax-M3, as wide as it is.")] = 3,
+    smooth: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Prompts: a random embedding every N tokens. Again for more; default 1, 16.",
+        ),
+    ] = None,
     rounds: Rounds = 5,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of weights and prompt.")] = 0,
     commit: Commit = None,
@@ -229,7 +237,7 @@ def prefill(
 ) -> None:
     """Time a long prefill of transformers' MiniMax-M3 layers: indexer, attention and the rest.
 
-    Needs pip install '.\\[transformers]'. Weights and prompt are random.
+    Needs pip install '.\\[transformers]'. Weights and prompts are random.
     """
     from pageweaver.eval import prefill as timing
 
@@ -238,13 +246,14 @@ def prefill(
     if device.type != "cuda":
         raise pageweaver.UnsupportedDeviceError("bench prefill needs a CUDA device; torch sees none")
     files.check_folder(output.parent, output.name)
-    config, arms = timing.real_config(layers), timing.check_arms(strategies)
+    config, arms = timing.real_config(layers), timing.parse_arms(strategies)
     with progress_bar(console) as report:
         made = timing.measure(
             config,
             arms,
             tokens=tokens,
             chunk=chunk,
+            smooths=smooth or [1, 16],
             rounds=rounds,
             header=_header(timing.BENCH, device, commit),
             device=device,

@@ -25,7 +25,8 @@ def why_not() -> str:
 def build(*, heads: int = 8, kv_heads: int = 2, device: str = "cpu", **changes: Any) -> Any:
     """A small model of the real class: one dense layer, then sparse ones; blocks of 128, heads of 128.
 
-    Weights are large, so that queries differ in the blocks that they choose and logits in every token.
+    Weights are large, so that queries differ in the blocks that they choose and logits in every token; queries
+    are long, so that attention is to few tokens and not the mean of all.
     """
     from transformers import AutoModelForCausalLM, MiniMaxM3VLTextConfig
 
@@ -58,7 +59,10 @@ def build(*, heads: int = 8, kv_heads: int = 2, device: str = "cpu", **changes: 
     torch.manual_seed(0)
     config = MiniMaxM3VLTextConfig(**{**sizes, **changes})
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for layer in model.model.layers:
+        torch.nn.init.constant_(layer.self_attn.q_norm.weight, 1.0)
+    return model
 
 
 def prompt(tokens: int, batch_size: int = 1, device: str = "cpu", vocabulary: int = 64) -> torch.Tensor:

@@ -24,42 +24,68 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     bridge.register()
 
 
-def measured(report: Any = lambda *_: None) -> list[dict[str, Any]]:
+def measured(report: Any = lambda *_: None, arms: str = "per_query,union8") -> list[dict[str, Any]]:
     config = m3.build(num_hidden_layers=2, layer_types=["minimax_m3_sparse"] * 2).config
-    arms = ("per_query", "union8")
     options = {"tokens": 400, "chunk": 256, "rounds": 2, "device": torch.device("cpu"), "seed": 0}
-    return list(prefill.measure(config, arms, header={"schema": "x"}, report=report, **options))
+    return list(
+        prefill.measure(
+            config,
+            prefill.parse_arms(arms),
+            smooths=[1, 40],
+            header={"schema": "x"},
+            report=report,
+            **options,
+        )
+    )
 
 
 def test_rows() -> None:
     """Parts add up to the layer, arms take turns in rotated order, and eager attention comes last."""
     told: list[str] = []
     rows = measured(lambda _, text: told.append(text))
-    assert [text for text in told if text.startswith("timing")] == [
-        f"timing {arm}" for arm in ("per_query", "union8", "union8", "per_query")
-    ]
-    *timed, eager = rows
-    assert len(timed) == 2 * 4
-    for arm in ("per_query", "union8"):
-        own = {row["boundary"]: row for row in timed if row["arm"] == arm}
-        assert all(len(row["samples_ms"]) == 2 and min(row["samples_ms"]) > 0 for row in own.values())
-        for turn in range(2):
-            parts = [own[name]["samples_ms"][turn] for name in ("indexer", "attention", "rest")]
-            assert sum(parts) == pytest.approx(own["layer"]["samples_ms"][turn])
-        assert own["attention"]["path"].startswith(f"{arm} (reference, bf16)")
-        assert 0 < own["attention"]["nrms"] < prefill.MOST_NRMS
-        assert 1 < own["attention"]["reuse"] < 8
-    assert eager["tokens_read"] == 400 and eager["out_of_memory"] is False and eager["median_ms"] > 0
+    timings = [text for text in told if text.startswith("timing")]
+    assert timings == [f"timing {arm}" for arm in ("per_query", "union8", "union8", "per_query")] * 2
+    assert len(rows) == 2 * (2 * 4 + 1)
+    for smooth in (1, 40):
+        *timed, eager = (row for row in rows if row["smooth"] == smooth)
+        for arm in ("per_query", "union8"):
+            own = {row["boundary"]: row for row in timed if row["arm"] == arm}
+            assert all(len(row["samples_ms"]) == 2 and min(row["samples_ms"]) > 0 for row in own.values())
+            for turn in range(2):
+                parts = [own[name]["samples_ms"][turn] for name in ("indexer", "attention", "rest")]
+                assert sum(parts) == pytest.approx(own["layer"]["samples_ms"][turn])
+            assert own["attention"]["path"].startswith(f"{arm} (reference, bf16)")
+            assert 0 < own["attention"]["nrms"] < prefill.MOST_NRMS[False]
+            assert 1 < own["attention"]["reuse"] < 8
+        assert eager["tokens_read"] == 400 and eager["out_of_memory"] is False and eager["median_ms"] > 0
+
+
+def test_copy_in_fp8_is_an_arm() -> None:
+    rows = measured(arms="union8/fp8_copy")
+    assert rows[0]["path"] == "union8 (reference, fp8), cache copied to E4M3"
+    assert 0.02 < rows[0]["nrms"] < prefill.MOST_NRMS[True]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (" , ", "strategies: got none"),
+        ("union9", "strategy: got 'union9'"),
+        ("offline_w512", "ids"),
+        ("union8/cluster", "strategies: got 'union8/cluster', supported after a slash: fp8_copy"),
+    ],
+)
+def test_arms_are_checked(words: str, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        prefill.parse_arms(words)
 
 
 def test_red_check_stops_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that misses the scale is refused."""
-    monkeypatch.setattr(prefill, "exact_rows", lambda *given: 2 * exact_rows(*given))
+    right = prefill.exact_rows
+    monkeypatch.setattr(prefill, "exact_rows", lambda *given: 2 * right(*given))
     with pytest.raises(ValueError, match=r"per_query: got NRMS 0\.5"):
         measured()
-
-
-exact_rows = prefill.exact_rows
 
 
 def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +93,20 @@ def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(prefill.Prefill, "_attention", full)
-    with pytest.raises(MemoryError, match="per_query: a prefill of 400 tokens in chunks of 256 does not fit"):
+    with pytest.raises(MemoryError, match=r"per_query: a prefill of 400 tokens in chunks of 256, .* not fit"):
         measured()
+
+
+def test_prompts() -> None:
+    """Random embeddings every few tokens, and straight lines between them."""
+    config = prefill.real_config(1)
+    rough, smooth = (prefill.make_prompt(config, 203, n, 0, torch.device("cpu")).float()[0] for n in (1, 20))
+    assert rough.shape == smooth.shape == (203, 6144)
+    assert rough.std() == pytest.approx(config.initializer_range, rel=0.01)
+    bends = (smooth[2:] - 2 * smooth[1:-1] + smooth[:-2]).abs().amax(dim=1)
+    assert (bends > 0.01).sum() <= 2 * 203 / 20
+    assert torch.cosine_similarity(rough[1:], rough[:-1]).abs().max() < 0.1
+    assert torch.cosine_similarity(smooth[1:], smooth[:-1]).min() > 0.9
 
 
 def test_reuse() -> None:
