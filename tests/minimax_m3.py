@@ -25,8 +25,8 @@ def why_not() -> str:
 def build(*, heads: int = 8, kv_heads: int = 2, device: str = "cpu", **changes: Any) -> Any:
     """A small model of the real class: one dense layer, then sparse ones; blocks of 128, heads of 128.
 
-    Weights are large, so that queries differ in the blocks that they choose and logits in every token; queries
-    are long, so that attention is to few tokens and not the mean of all.
+    Weights are large, so that queries differ in the blocks that they choose and logits in every token;
+    queries are long, so that attention is to few tokens and not the mean of all.
     """
     from transformers import AutoModelForCausalLM, MiniMaxM3VLTextConfig
 
