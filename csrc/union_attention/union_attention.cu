@@ -10,11 +10,14 @@
 // Threads: 256. Warpgroup 0 produces: warp 0 copies K, warp 1 copies V^T. Warpgroup 1 consumes: its warp w
 // holds rows 16 w to 16 w + 15, which is one query at group size 16.
 //
-// Shared memory, 106 KiB: K ring 3 x 16 KiB, V^T ring 3 x 16 KiB, Q 8 KiB (e4m3, until its fragments are in
-// registers), ones 1 KiB, positions, page metadata, barriers.
+// Arithmetic: single E4M3 parts of Q and probabilities, or (kIsSplit) a high and a low part of both, whose
+// products go into one accumulator, low parts first.
 //
-// Registers: 32 producing, 224 consuming (output 64, scores 64, half of a page's PV 32, Q and probabilities
-// 16 each).
+// Shared memory, 105 KiB (split 113): K ring 3 x 16 KiB, V^T ring 3 x 16 KiB, Q 8 KiB a part (single: until
+// its fragments are in registers), ones, positions, page metadata, barriers.
+//
+// Registers: 32 producing, 224 consuming (output 64, scores 64, half of a page's PV 32, probabilities 16 a
+// part, Q 16 where single).
 //
 // Pipeline, round j of the consumers (kIndependent; kCluster runs the same steps one after another):
 //
