@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 import pageweaver as pw
 from pageweaver.strategies.page_union import PageUnion
-from pageweaver.strategies.page_union.pairing import incidence, propose_pairs, work_lists
+from pageweaver.strategies.page_union.pairing import (
+    incidence,
+    most_selected,
+    paired_limit,
+    propose_pairs,
+    work_lists,
+)
 from pageweaver.strategies.query_union.unions import members
 from pageweaver.strategies.regroup.greedy import greedy_order_numpy
 
@@ -238,11 +244,14 @@ def test_page_union_schedule(pairs: bool, problem: pw.AttentionProblem) -> None:
 @settings(max_examples=150)
 @given(
     rows=st.lists(st.sets(st.integers(0, 9), max_size=5), max_size=30),
-    unit_queries=st.integers(1, 7),
+    queries_per_tile=st.integers(1, 3),
+    unit_tiles=st.integers(1, 3),
     pairs=st.booleans(),
 )
-def test_pairs_and_work_lists(rows: list[set[int]], unit_queries: int, pairs: bool) -> None:
-    """Pairs are the sequential greedy's; units are bounded, largest first, and cover every edge once."""
+def test_pairs_and_work_lists(
+    rows: list[set[int]], queries_per_tile: int, unit_tiles: int, pairs: bool
+) -> None:
+    """Pairs are the sequential greedy's; units are bounded, pairs and the largest first, every edge once."""
     support = np.full((len(rows), 5), -1, dtype=np.int64)
     for i, row in enumerate(rows):
         support[i, : len(row)] = sorted(row)
@@ -256,9 +265,16 @@ def test_pairs_and_work_lists(rows: list[set[int]], unit_queries: int, pairs: bo
     expected = greedy_pairs(shared) if pairs else {}
     assert {a: b for a, b in enumerate(partner.tolist()) if b >= 0} == expected
 
-    lists = work_lists(matrix, partner, unit_queries)
+    lists = work_lists(matrix, partner, queries_per_tile, unit_tiles)
     sizes = np.diff(lists.unit_offsets)
-    assert ((sizes >= 1) & (sizes <= unit_queries)).all() and (np.diff(sizes) <= 0).all()
+    assert ((sizes >= 1) & (sizes <= unit_tiles * queries_per_tile)).all()
+    order = [
+        (b >= 0, -(-size // queries_per_tile), -a, -start)
+        for (a, b), size, start in zip(
+            lists.unit_pages.tolist(), sizes.tolist(), lists.unit_offsets[:-1].tolist(), strict=True
+        )
+    ]
+    assert order == sorted(order, reverse=True)
     covered = []
     for unit, (a, b) in enumerate(lists.unit_pages.tolist()):
         mine = lists.unit_queries[lists.unit_offsets[unit] : lists.unit_offsets[unit + 1]].tolist()
@@ -272,6 +288,36 @@ def test_pairs_and_work_lists(rows: list[set[int]], unit_queries: int, pairs: bo
     for query, count in enumerate(lists.partial_counts):
         mine = np.flatnonzero(lists.unit_queries == query)
         assert lists.unit_slots[mine[np.argsort(first_page[mine])]].tolist() == list(range(count))
+
+
+@settings(max_examples=100)
+@given(
+    requests=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=9), max_size=4),
+    limit=st.integers(1, 8),
+)
+def test_most_selected_pages(requests: list[list[int]], limit: int) -> None:
+    ids = np.repeat(np.arange(len(requests)), [len(counts) for counts in requests]).astype(np.int64)
+    flat = np.array([count for counts in requests for count in counts], dtype=np.int64)
+    chosen = most_selected(flat, ids, limit)
+    for request, counts in enumerate(requests):
+        expected = sorted(range(len(counts)), key=lambda page: (-counts[page], page))[:limit]
+        assert np.flatnonzero(chosen[ids == request]).tolist() == sorted(expected)
+
+
+def test_unpaired_pages() -> None:
+    """Pages that may not be paired stay alone, and leave their partners to others."""
+    support = np.array([[0, 1, 2]] * 3 + [[1, 2, -1]], dtype=np.int64)
+    matrix, _ = incidence(support, support)
+    assert propose_pairs(matrix).tolist() == [-1, 2, 1]
+    assert propose_pairs(matrix, np.array([True, True, False])).tolist() == [1, 0, -1]
+
+
+def test_overlaps_fit_a_matrix() -> None:
+    assert [paired_limit(1, 1, pages) for pages in (0, 1, 512, 1024, 8192)] == [0, 1, 512, 1024, 1024]
+    assert paired_limit(0, 0, 7) == 7
+    for heads, batch in ((1, 16), (4, 100), (8, 70000)):
+        limit = paired_limit(heads, batch, 8192)
+        assert heads * batch * limit**2 <= 2**22 < heads * batch * (limit + 1) ** 2
 
 
 def test_members_come_in_the_order_of_execution() -> None:

@@ -21,7 +21,8 @@ from pageweaver.common.arithmetic import ARITHMETICS
 from pageweaver.common.captures import save_selections
 from pageweaver.common.reference import exact_attention
 from pageweaver.common.strategy import REFERENCE_CAPABILITIES
-from pageweaver.strategies.page_union import UNIT_QUERIES, PageUnion
+from pageweaver.strategies.page_union import UNIT_TILES, PageUnion
+from pageweaver.strategies.page_union.pairing import MOST_PAIRED
 from pageweaver.strategies.query_union import Union4, Union8
 from pageweaver.strategies.regroup import RegroupW64
 from pageweaver.strategies.regroup.offline import FORMAT
@@ -252,9 +253,10 @@ class TestWorkspaces:
             report = PageUnion(pairs=pairs).work(problem)
             if ids.any():
                 assert report.edges == rows * topk
-                assert report.groups == (rows * topk // 2 if pairs else rows * topk)
+                # Of pages that nobody has in common with others but one row, the first 1,024 are paired.
+                assert report.groups == rows * topk - (MOST_PAIRED // 2 if pairs else 0)
             else:
-                assert (report.edges, report.groups) == (rows, rows // UNIT_QUERIES)
+                assert (report.edges, report.groups) == (rows, rows // (64 * UNIT_TILES))
 
     def test_more_than_the_device_holds(self) -> None:
         # Views of one row: only the workspace would need memory, 560 TB of it.

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "page_union/page_union.hpp"
 #include "prepare/prepare.hpp"
 #include "union_attention/union_attention.hpp"
 
@@ -61,6 +62,44 @@ UnionParams read_union(const py::dict& arguments) {
     return params;
 }
 
+PageListParams read_page_lists(const py::dict& arguments) {
+    PageListParams params{};
+    READ(q2k_indices), READ(q2k_stride_head), READ(q2k_stride_row), READ(q2k_stride_column);
+    READ(cu_seqlens_q), READ(seqused_k), READ(total_q), READ(num_kv_heads), READ(topk), READ(batch_size);
+    READ(max_pages), READ(queries_per_tile), READ(max_units), READ(max_packed), READ(paired_limit);
+    READ(unit_pages), READ(unit_offsets), READ(unit_requests), READ(unit_counts), READ(unit_queries);
+    READ(unit_slots), READ(partial_counts), READ(packed_slots), READ(support), READ(member_bits);
+    READ(head_words), READ(page_counts), READ(paired_pages), READ(paired_counts), READ(overlaps);
+    READ(partners), READ(list_prefixes), READ(head_blocks), READ(list_sizes), READ(list_starts);
+    READ(class_totals), READ(chunks), READ(counters);
+    return params;
+}
+
+void prepare_page_union(const py::dict& arguments, uintptr_t stream_address) {
+    const auto stream = reinterpret_cast<cudaStream_t>(stream_address);
+    check(launch_page_incidence(read_page_lists(arguments), stream), "prepare_page_union (incidence)");
+    PrepareParams params{};  // without groups: nothing but V is packed
+    READ(cu_seqlens_q), READ(seqused_k), READ(page_table), READ(page_table_stride), READ(v_cache);
+    READ(v_stride_page), READ(v_stride_token), READ(v_stride_head), READ(num_kv_heads), READ(batch_size);
+    READ(max_pages), READ(max_packed), READ(packed_slots), READ(packed_v), READ(counters);
+    check(launch_pack_values(params, stream), "prepare_page_union (packed V)");
+    check(launch_page_lists(read_page_lists(arguments), stream), "prepare_page_union (lists)");
+}
+
+PageUnionParams read_page_union(const py::dict& arguments) {
+    PageUnionParams params{};
+    READ(q), READ(q_stride_row), READ(q_stride_head), READ(out), READ(out_stride_row), READ(out_stride_head);
+    READ(lse), READ(lse_stride_row), READ(lse_stride_head), READ(cu_seqlens_q), READ(seqused_k);
+    READ(page_table), READ(page_table_stride), READ(unit_pages), READ(unit_offsets), READ(unit_requests);
+    READ(unit_counts), READ(unit_queries), READ(unit_slots), READ(partial_counts), READ(packed_slots);
+    READ(packed_v), READ(packed_q), READ(logit_factors), READ(partials), READ(lse_partials);
+    READ(unit_tickets), READ(softmax_scale_pointer), READ(k_scale_pointer), READ(v_scale_pointer);
+    READ(softmax_scale), READ(k_scale), READ(v_scale), READ(total_q), READ(topk), READ(num_kv_heads);
+    READ(num_qo_heads), READ(batch_size), READ(max_pages), READ(max_units), READ(group_shift);
+    READ(has_pairs);
+    return params;
+}
+
 #undef READ
 
 // A cache as it lies in memory, strides in bytes.
@@ -111,6 +150,22 @@ void bf16_attention(const py::dict& arguments, uintptr_t stream) {
           "bf16_attention");
 }
 
+void page_partials(const py::dict& arguments, uintptr_t stream) {
+    const PageUnionParams params = read_page_union(arguments);
+    const Cache keys(arguments, "k", 1);
+    CUtensorMap key_map;
+    check(make_key_map(&key_map, keys.data, keys.num_pages, params.num_kv_heads, keys.stride_page,
+                       keys.stride_token, keys.stride_head, kPageSize),
+          "page_union (tensor map of k_cache)");
+    check(launch_page_partials(params, key_map, reinterpret_cast<cudaStream_t>(stream)),
+          "page_union (partials)");
+}
+
+void combine_partials(const py::dict& arguments, uintptr_t stream) {
+    check(launch_combine_partials(read_page_union(arguments), reinterpret_cast<cudaStream_t>(stream)),
+          "page_union (combine)");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cuda, module) {
@@ -121,4 +176,10 @@ PYBIND11_MODULE(_cuda, module) {
                "FP8 attention over a union schedule.");
     module.def("bf16_attention", &bf16_attention, py::arg("arguments"), py::arg("stream"),
                "BF16 attention over a union schedule.");
+    module.def("prepare_page_union", &prepare_page_union, py::arg("arguments"), py::arg("stream"),
+               "Pairs of pages, work lists and packed V^T of one call.");
+    module.def("page_partials", &page_partials, py::arg("arguments"), py::arg("stream"),
+               "Quantised Q, and a partial output and LSE of every member of every unit.");
+    module.def("combine_partials", &combine_partials, py::arg("arguments"), py::arg("stream"),
+               "Outputs and LSE from partials.");
 }

@@ -58,4 +58,7 @@ struct PrepareParams {
 // size, packs V^T of every selected page.
 cudaError_t launch_prepare(const PrepareParams& params, cudaStream_t stream);
 
+// The last part of it alone: orders units and packs V^T of the pages that have a slot.
+cudaError_t launch_pack_values(const PrepareParams& params, cudaStream_t stream);
+
 }  // namespace pageweaver

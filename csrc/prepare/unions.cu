@@ -127,7 +127,6 @@ cudaError_t launch_build_unions(const PrepareParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_pack_values(const PrepareParams& params, cudaStream_t stream);
 cudaError_t launch_regroup(const PrepareParams& params, cudaStream_t stream);
 
 cudaError_t launch_prepare(const PrepareParams& p, cudaStream_t stream) {

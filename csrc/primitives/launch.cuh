@@ -12,6 +12,12 @@ __device__ __forceinline__ void grid_dependency_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+// Lets the kernel after this one start once every CTA has got here or ended; what that one needs of this one
+// it still waits for.
+__device__ __forceinline__ void grid_dependency_launch() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // Launches `kernel` in clusters of `cluster` CTAs so that it may start, up to its grid_dependency_wait, while
 // the kernel before it drains.
 template <typename... Parameters, typename... Arguments>

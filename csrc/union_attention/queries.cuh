@@ -16,7 +16,8 @@ constexpr float kLogitFactorMax = 1.2676506002282294e30f;  // 2^100
 constexpr float kLogitFactorMin = 1e-37f;
 
 // What raw products of queries of scale `q_scale` are multiplied by to be logits in base 2.
-__device__ inline float logit_factor(const UnionParams& p, float q_scale) {
+template <typename Params>
+__device__ inline float logit_factor(const Params& p, float q_scale) {
     const float softmax_scale = p.softmax_scale_pointer ? *p.softmax_scale_pointer : p.softmax_scale;
     const float k_scale = p.k_scale_pointer ? *p.k_scale_pointer : p.k_scale;
     const float factor = q_scale * (softmax_scale * k_scale * kLog2e);

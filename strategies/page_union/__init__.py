@@ -23,12 +23,23 @@ from pageweaver.common.strategy import (
     source_key,
 )
 from pageweaver.common.work import WorkReport
-from pageweaver.strategies.page_union.pairing import incidence, propose_pairs, work_lists
+from pageweaver.strategies.page_union.cuda import (
+    CUDA_CAPABILITIES,
+    cuda_layout,
+    execute_cuda,
+    prepare_cuda,
+)
+from pageweaver.strategies.page_union.pairing import (
+    UNIT_TILES,
+    incidence,
+    most_selected,
+    paired_limit,
+    propose_pairs,
+    work_lists,
+)
+from pageweaver.strategies.query_union.cuda import check_alignment, check_device
 
 __all__ = ["PageSchedule", "PageUnion", "combine_partials"]
-
-# Most queries a work unit: a popular page is cut into several, so that no unit outlasts the others.
-UNIT_QUERIES = 256
 
 
 @dataclass(eq=False)
@@ -42,14 +53,18 @@ class PageSchedule(Schedule):
     unit_offsets : torch.Tensor
         int32 ``[num_kv_heads, max_units + 1]``; members of each unit; unused units are empty.
     unit_queries, unit_slots : torch.Tensor
-        int32 ``[num_kv_heads, total_q * topk]``; query and partial slot of each member, then -1.
+        int32 ``[num_kv_heads, total_q * topk]``; query and partial slot of each member; places past the
+        last member mean nothing.
     partial_counts : torch.Tensor
         int32 ``[num_kv_heads, total_q]``; partials of each query.
     partials : torch.Tensor
         ``[num_kv_heads, total_q, topk, group_size, head_dim]``; normalised partial outputs, bfloat16
-        (float32 with arithmetic "float32").
+        (float32 with arithmetic "float32"). On CUDA the columns of each 32 lie in the order of the
+        producer's accumulators, ``[4, 4, 2]`` with the first two dimensions swapped.
     lse_partials : torch.Tensor
         float32 ``[num_kv_heads, total_q, topk, group_size]``; natural log.
+    views : dict
+        Every buffer of the workspace, shaped for the problem: those above and what kernels keep beside.
     """
 
     unit_pages: torch.Tensor
@@ -59,6 +74,7 @@ class PageSchedule(Schedule):
     partial_counts: torch.Tensor
     partials: torch.Tensor
     lse_partials: torch.Tensor
+    views: dict[str, torch.Tensor]
 
 
 def combine_partials(partials: torch.Tensor, lse_partials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,13 +110,18 @@ def combine_partials(partials: torch.Tensor, lse_partials: torch.Tensor) -> tupl
     return out / safe[..., None], torch.where(empty, -torch.inf, base + torch.log(safe))
 
 
+# Buffers that execution alone writes.
+_RESULTS = ("partials", "lse_partials", "packed_q", "logit_factors")
+
+
 @register
 class PageUnion(Strategy):
     """Pages, then disjoint page pairs, gather their queries; each writes a partial that is combined.
 
-    A pair's two pages share one softmax state for the queries they have in common, which saves a
+    A pair's two pages share one softmax for the queries they have in common, which saves a
     partial for each of them; queries of one page only are covered by single-page units. Every edge is
     covered exactly once. Its rounding is its own: partials are stored between producer and combine.
+    A request pairs at most 1,024 pages, fewer in large batches: its most selected ones.
 
     Parameters
     ----------
@@ -111,7 +132,10 @@ class PageUnion(Strategy):
     """
 
     name = "page_union"
-    capabilities: ClassVar[dict[str, Capabilities]] = {"reference": REFERENCE_CAPABILITIES}
+    capabilities: ClassVar[dict[str, Capabilities]] = {
+        "cuda": CUDA_CAPABILITIES,
+        "reference": REFERENCE_CAPABILITIES,
+    }
 
     def __init__(self, *, pairs: bool = True, **options: Any) -> None:
         super().__init__(**options)
@@ -120,15 +144,15 @@ class PageUnion(Strategy):
         self.pairs = pairs
 
     def workspace_layout(self, problem: AttentionProblem) -> Layout:
-        """Work lists and partials; see `PageSchedule`."""
-        _, arithmetic = self.resolve(problem)
+        """Work lists and partials; see `PageSchedule`. On CUDA what the kernels keep beside too."""
+        backend, arithmetic = self.resolve(problem)
         heads, total_q, topk = problem.num_kv_heads, problem.total_q, problem.topk
         edges = total_q * topk
         pages = min(problem.batch_size * problem.max_pages, edges)
         # Two pages have at most three lists (common, two exclusive); cutting adds one unit a full piece.
-        max_units = min(edges, edges // UNIT_QUERIES + (3 * pages + 1) // 2)
+        max_units = min(edges, edges // (UNIT_TILES * problem.queries_per_tile) + (3 * pages + 1) // 2)
         partial_dtype = torch.float32 if arithmetic == "float32" else torch.bfloat16
-        return {
+        layout: Layout = {
             "unit_pages": ((heads, max_units, 2), torch.int32),
             "unit_offsets": ((heads, max_units + 1), torch.int32),
             "unit_queries": ((heads, edges), torch.int32),
@@ -137,11 +161,34 @@ class PageUnion(Strategy):
             "partials": ((heads, total_q, topk, problem.group_size, problem.head_dim), partial_dtype),
             "lse_partials": ((heads, total_q, topk, problem.group_size), torch.float32),
         }
+        return cuda_layout(problem, layout, self.pairs) if backend == "cuda" else layout
 
     def prepare(self, problem: AttentionProblem, workspace: Workspace | None = None) -> PageSchedule:
         """Invert the incidence, pair pages and build the work lists; see `Strategy.prepare`."""
         backend, arithmetic = self.resolve(problem)
+        if backend == "cuda":
+            check_device(problem)
+            for name in ("q", "k_cache", "v_cache"):
+                check_alignment(name, getattr(problem, name))
         workspace, views = self._views(problem, workspace)
+        if backend == "cuda":
+            prepare_cuda(problem, views)
+        else:
+            self._build_lists(problem, views)
+        names = "unit_pages unit_offsets unit_queries unit_slots partial_counts partials lse_partials"
+        return PageSchedule(
+            strategy=self.name,
+            backend=backend,
+            arithmetic=arithmetic,
+            shape=shape_key(problem),
+            sources=source_key(problem),
+            workspace=workspace,
+            views=views,
+            **{name: views[name] for name in names.split()},
+        )
+
+    def _build_lists(self, problem: AttentionProblem, views: dict[str, torch.Tensor]) -> None:
+        """Fill a schedule's lists in torch."""
         for name, empty in (
             ("unit_pages", -1),
             ("unit_queries", -1),
@@ -152,11 +199,16 @@ class PageUnion(Strategy):
         support = problem.support.cpu().numpy()
         requests = problem.request_ids.cpu().numpy()[:, None]
         max_pages = problem.max_pages
+        limit = paired_limit(problem.num_kv_heads, problem.batch_size, max_pages)
         for head in range(problem.num_kv_heads):
             matrix, keys = incidence(support[head], requests * max_pages + support[head])
-            partner = propose_pairs(matrix) if self.pairs else np.full(matrix.shape[0], -1, dtype=np.int64)
-            lists = work_lists(matrix, partner, UNIT_QUERIES)
-            pages = np.where(lists.unit_pages >= 0, keys[lists.unit_pages] % max_pages, -1)
+            if self.pairs:
+                counts = np.diff(matrix.indptr).astype(np.int64)
+                partner = propose_pairs(matrix, most_selected(counts, keys // max(1, max_pages), limit))
+            else:
+                partner = np.full(matrix.shape[0], -1, dtype=np.int64)
+            lists = work_lists(matrix, partner, problem.queries_per_tile)
+            pages = np.where(lists.unit_pages >= 0, keys[lists.unit_pages] % max(1, max_pages), -1)
             units, members = len(pages), len(lists.unit_queries)
             for name, values, count in (
                 ("unit_pages", pages, units),
@@ -167,19 +219,14 @@ class PageUnion(Strategy):
             ):
                 views[name][head, :count] = torch.from_numpy(values).to(views[name])
             views["unit_offsets"][head, units + 1 :] = members
-        return PageSchedule(
-            strategy=self.name,
-            backend=backend,
-            arithmetic=arithmetic,
-            shape=shape_key(problem),
-            sources=source_key(problem),
-            workspace=workspace,
-            **views,
-        )
 
     def _execute(
         self, problem: AttentionProblem, schedule: Any, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
+        if schedule.backend == "cuda":
+            check_alignment("out", out)
+            execute_cuda(problem, schedule.views, out, lse)
+            return
         v_scale = problem.scale_tensor("v_scale")
         schedule.lse_partials.fill_(-torch.inf)
         for head in range(problem.num_kv_heads):
@@ -193,14 +240,10 @@ class PageUnion(Strategy):
     def work(self, problem: AttentionProblem) -> WorkReport:
         """See `Strategy.work`; rounds are filled 64-row tiles times the pages of their unit."""
         # Counting needs the lists, not the partials: leave their storage out.
-        layout = self.workspace_layout(problem)
-        lists = {k: v for k, v in layout.items() if k not in ("partials", "lse_partials")}
         buffers = {
-            k: torch.empty(shape, dtype=dtype, device=problem.device) for k, (shape, dtype) in lists.items()
+            name: torch.empty(shape, dtype=dtype, device="meta" if name in _RESULTS else problem.device)
+            for name, (shape, dtype) in self.workspace_layout(problem).items()
         }
-        for name in ("partials", "lse_partials"):
-            shape, dtype = layout[name]
-            buffers[name] = torch.empty(shape, dtype=dtype, device="meta")
         schedule = self.prepare(problem, Workspace(self.name, buffers))
         sizes = (schedule.unit_offsets[:, 1:] - schedule.unit_offsets[:, :-1]).long()
         pages = (schedule.unit_pages >= 0).sum(dim=2)
@@ -229,7 +272,7 @@ class PageUnion(Strategy):
 
 
 def produce_partials(problem: AttentionProblem, schedule: PageSchedule, head: int) -> None:
-    """Run every unit of one KV head: both pages of a pair in one softmax state, one partial a query."""
+    """Run every unit of one KV head: both pages of a pair in one softmax, one partial a query."""
     arithmetic = Arithmetic(schedule.arithmetic)
     heads = slice(head * problem.group_size, (head + 1) * problem.group_size)
     factor = problem.scale_tensor("softmax_scale") * problem.scale_tensor("k_scale")
@@ -240,26 +283,31 @@ def produce_partials(problem: AttentionProblem, schedule: PageSchedule, head: in
     offsets = schedule.unit_offsets[head].long()
     members = int(offsets[-1])
     unit = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=problem.device), offsets.diff())
-    chunk = max(1, CHUNK_BYTES // (4 * 4 * problem.page_size * problem.head_dim))
+    chunk = max(1, CHUNK_BYTES // (2 * 4 * 4 * problem.page_size * problem.head_dim))
     for start in range(0, members, chunk):
         part = slice(start, min(start + chunk, members))
-        query = schedule.unit_queries[head, part].long()
+        query, slot = (x[head, part].long() for x in (schedule.unit_queries, schedule.unit_slots))
         pages = schedule.unit_pages[head].long()[unit[part]]
         state = SoftmaxState.empty(len(query), problem.group_size, problem.head_dim, problem.device)
-        for page in pages.unbind(dim=1):
-            index = (page >= 0).nonzero().squeeze(1)
+        for width in (1, 2):
+            index = ((pages >= 0).sum(dim=1) == width).nonzero().squeeze(1)
             if len(index) == 0:
                 continue
             owner = query[index]
-            seen = page[index, None] * problem.page_size + tokens <= positions[owner, None]
-            keys, values = (
-                gather_pages(problem, cache, head, request_ids[owner], page[index])
-                .float()
-                .masked_fill_(~seen[..., None], 0)
-                for cache in (problem.k_cache, problem.v_cache)
+            seen, keys, values = [], [], []
+            for page in pages[index, :width].unbind(dim=1):
+                seen.append(page[:, None] * problem.page_size + tokens <= positions[owner, None])
+                for gathered, cache in ((keys, problem.k_cache), (values, problem.v_cache)):
+                    tokens_of_page = gather_pages(problem, cache, head, request_ids[owner], page).float()
+                    gathered.append(tokens_of_page.masked_fill_(~seen[-1][..., None], 0))
+            # One maximum covers the pages of a pair, as if they were one page of twice the size.
+            arithmetic.update(
+                state,
+                index,
+                q[owner],
+                logit_factor[owner],
+                *(torch.cat(x, dim=1) for x in (keys, values, seen)),
             )
-            arithmetic.update(state, index, q[owner], logit_factor[owner], keys, values, seen)
         result, result_lse = arithmetic.finish(state, one)
-        slot = schedule.unit_slots[head, part].long()
         schedule.partials[head, query, slot] = result.to(schedule.partials.dtype)
         schedule.lse_partials[head, query, slot] = result_lse

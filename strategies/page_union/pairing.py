@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
 Int = NDArray[np.int64]
+
+# Most 64-row tiles a unit: a popular page is cut into several, so that no unit outlasts the others.
+UNIT_TILES = 16
+# Pages of a request that are paired: a device keeps a matrix of their overlaps, of at most this many
+# elements for all requests together.
+MOST_PAIRED, MOST_OVERLAPS = 1024, 2**22
+
+
+def paired_limit(heads: int, batch_size: int, max_pages: int) -> int:
+    """Most pages of a request that may be paired, from shapes alone."""
+    matrices = max(1, heads * batch_size)
+    return min(max_pages, MOST_PAIRED, math.isqrt(MOST_OVERLAPS // matrices))
 
 
 def incidence(support: NDArray[np.int64], page_keys: NDArray[np.int64]) -> tuple[sparse.csr_array, Int]:
@@ -36,7 +50,31 @@ def incidence(support: NDArray[np.int64], page_keys: NDArray[np.int64]) -> tuple
     return matrix, keys
 
 
-def propose_pairs(matrix: sparse.csr_array) -> Int:
+def most_selected(counts: Int, requests: Int, limit: int) -> NDArray[np.bool_]:
+    """Pages that may be paired: the most selected of each request, the lowest of equals.
+
+    Parameters
+    ----------
+    counts : numpy.ndarray
+        int64 ``[pages]``; queries of each page.
+    requests : numpy.ndarray
+        int64 ``[pages]``, ascending; request of each page.
+    limit : int
+        Most pages a request.
+
+    Returns
+    -------
+    numpy.ndarray
+        bool ``[pages]``.
+    """
+    chosen = np.zeros(len(counts), dtype=bool)
+    bounds = np.r_[0, np.flatnonzero(np.diff(requests)) + 1, len(requests)]
+    for start, end in pairwise(bounds.tolist()):
+        chosen[start + np.argsort(-counts[start:end], kind="stable")[:limit]] = True
+    return chosen
+
+
+def propose_pairs(matrix: sparse.csr_array, chosen: NDArray[np.bool_] | None = None) -> Int:
     """Match pages into disjoint pairs, most common queries first.
 
     Greedy over |R_a & R_b| descending, ties to the lowest (a, b). Each round matches every pair that is
@@ -47,6 +85,8 @@ def propose_pairs(matrix: sparse.csr_array) -> Int:
     ----------
     matrix : scipy.sparse.csr_array
         From `incidence`.
+    chosen : numpy.ndarray, optional
+        bool ``[pages]``; pages that may be paired, all by default.
 
     Returns
     -------
@@ -59,6 +99,9 @@ def propose_pairs(matrix: sparse.csr_array) -> Int:
     a, b = overlap.row.astype(np.int64), overlap.col.astype(np.int64)
     order = np.lexsort((b, a, -overlap.data.astype(np.int64)))
     a, b = a[order], b[order]
+    if chosen is not None:
+        both = chosen[a] & chosen[b]
+        a, b = a[both], b[both]
     while len(a):
         place = np.arange(len(a))
         best = np.full(pages, len(a))
@@ -97,7 +140,9 @@ class WorkLists:
     partial_counts: Int
 
 
-def work_lists(matrix: sparse.csr_array, partner: Int, unit_queries: int) -> WorkLists:
+def work_lists(
+    matrix: sparse.csr_array, partner: Int, queries_per_tile: int, unit_tiles: int = UNIT_TILES
+) -> WorkLists:
     """Split every page's queries into common and exclusive lists and cut these into bounded units.
 
     Parameters
@@ -106,14 +151,18 @@ def work_lists(matrix: sparse.csr_array, partner: Int, unit_queries: int) -> Wor
         From `incidence`.
     partner : numpy.ndarray
         From `propose_pairs`, or all -1 to run single pages.
-    unit_queries : int
-        Most queries a unit.
+    queries_per_tile : int
+        Queries that fill one 64-row tile.
+    unit_tiles : int
+        Most tiles a unit.
 
     Returns
     -------
     WorkLists
-        Units are ordered largest first (ties by first page), so that a dynamic scheduler ends evenly.
+        Units of pairs first, of each kind those of most tiles first (ties by list), so that a dynamic
+        scheduler ends evenly.
     """
+    unit_queries = unit_tiles * queries_per_tile
     pages, total_q = matrix.shape
     counts = np.diff(matrix.indptr)
     page = np.repeat(np.arange(pages), counts)
@@ -140,7 +189,7 @@ def work_lists(matrix: sparse.csr_array, partner: Int, unit_queries: int) -> Wor
     piece = np.arange(len(list_of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     start = first[list_of] + piece * unit_queries
     size = np.minimum(unit_queries, first[list_of] + lengths[list_of] - start)
-    rank = np.argsort(-size, kind="stable")
+    rank = np.argsort(-(-(-size // queries_per_tile) + unit_tiles * common[start]), kind="stable")
     start, size = start[rank], size[rank]
     offsets = np.r_[0, np.cumsum(size)].astype(np.int64)
     member = np.repeat(start - offsets[:-1], size) + np.arange(offsets[-1])

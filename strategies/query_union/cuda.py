@@ -28,7 +28,6 @@ COUNTERS = 2 * 256 + 3
 # Windows that csrc/regroup searches; its objectives, places being their codes.
 WINDOWS = (64, 128)
 OBJECTIVES = ("visits", "rounds")
-_SCALES = ("softmax_scale", "k_scale", "v_scale")
 
 
 def cuda_layout(problem: AttentionProblem, queries_per_group: int) -> Layout:
@@ -98,7 +97,7 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
             )
 
 
-def _strides(prefix: str, tensor: torch.Tensor, **dims: int) -> dict[str, int]:
+def strides(prefix: str, tensor: torch.Tensor, **dims: int) -> dict[str, int]:
     """Strides in elements; that of a dimension of size 1 is never used, whatever it says."""
     return {
         f"{prefix}_stride_{name}": tensor.stride(dim) if tensor.shape[dim] > 1 else HEAD_DIM
@@ -107,7 +106,7 @@ def _strides(prefix: str, tensor: torch.Tensor, **dims: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class _Metadata:
+class RequestMetadata:
     """Request metadata as kernels read it: contiguous. Copies live as long as this, past the launch."""
 
     cu_seqlens_q: torch.Tensor
@@ -115,14 +114,46 @@ class _Metadata:
     page_table: torch.Tensor
 
     @classmethod
-    def of(cls, problem: AttentionProblem) -> _Metadata:
+    def of(cls, problem: AttentionProblem) -> RequestMetadata:
+        """A problem's metadata."""
         return cls(
             problem.cu_seqlens_q.contiguous(), problem.seqused_k.contiguous(), problem.page_table.contiguous()
         )
 
+    def arguments(self) -> dict[str, int]:
+        """Addresses and the stride that kernels take."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens_q.data_ptr(),
+            "seqused_k": self.seqused_k.data_ptr(),
+            "page_table": self.page_table.data_ptr(),
+            "page_table_stride": self.page_table.shape[1],
+        }
+
+
+def scale_arguments(problem: AttentionProblem) -> dict[str, Any]:
+    """The three scales, as numbers or as addresses of device tensors."""
+    arguments: dict[str, Any] = {}
+    for name in ("softmax_scale", "k_scale", "v_scale"):
+        scale = getattr(problem, name)
+        on_device = isinstance(scale, torch.Tensor)
+        arguments[name] = 1.0 if on_device else float(scale)
+        arguments[f"{name}_pointer"] = scale.data_ptr() if on_device else 0
+    return arguments
+
+
+def output_arguments(out: torch.Tensor, lse: torch.Tensor | None) -> dict[str, int]:
+    """Addresses and strides of the outputs; 0 for no LSE."""
+    return {
+        **strides("out", out, row=0, head=1),
+        "out": out.data_ptr(),
+        "lse": 0 if lse is None else lse.data_ptr(),
+        "lse_stride_row": 0 if lse is None else lse.stride(0),
+        "lse_stride_head": 0 if lse is None else lse.stride(1),
+    }
+
 
 def _schedule_arguments(
-    problem: AttentionProblem, metadata: _Metadata, views: dict[str, torch.Tensor]
+    problem: AttentionProblem, metadata: RequestMetadata, views: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     heads, max_groups, max_union, mask_words = views["union_masks"].shape
     names = (
@@ -131,10 +162,7 @@ def _schedule_arguments(
     )
     return {
         **{name: views[name].data_ptr() for name in names.split()},
-        "cu_seqlens_q": metadata.cu_seqlens_q.data_ptr(),
-        "seqused_k": metadata.seqused_k.data_ptr(),
-        "page_table": metadata.page_table.data_ptr(),
-        "page_table_stride": problem.max_pages,
+        **metadata.arguments(),
         "total_q": problem.total_q,
         "num_kv_heads": heads,
         "batch_size": problem.batch_size,
@@ -195,12 +223,12 @@ def prepare_cuda(
         views["query_ids"].copy_(order)
     search = order if isinstance(order, Search) else None
     q2k = problem.q2k_indices
-    metadata = _Metadata.of(problem)
+    metadata = RequestMetadata.of(problem)
     ids = views["query_ids"].data_ptr()
     given = isinstance(order, torch.Tensor)
     arguments = {
         **_schedule_arguments(problem, metadata, views),
-        **_strides("v", problem.v_cache, page=0, token=1, head=2),
+        **strides("v", problem.v_cache, page=0, token=1, head=2),
         "q2k_indices": q2k.data_ptr(),
         "q2k_stride_head": q2k.stride(0),
         "q2k_stride_row": q2k.stride(1),
@@ -229,25 +257,15 @@ def execute_cuda(
                 f"schedule.{name}: got a replaced tensor, supported on cuda: what prepare made"
                 " (pass query_ids to prepare to run in another order)"
             )
-    metadata = _Metadata.of(problem)
-    scales: dict[str, Any] = {}
-    for name in _SCALES:
-        scale = getattr(problem, name)
-        on_device = isinstance(scale, torch.Tensor)
-        scales[name] = 1.0 if on_device else float(scale)
-        scales[f"{name}_pointer"] = scale.data_ptr() if on_device else 0
+    metadata = RequestMetadata.of(problem)
     arguments = {
         **_schedule_arguments(problem, metadata, schedule.views),
-        **_strides("q", problem.q, row=0, head=1),
-        **_strides("out", out, row=0, head=1),
-        **_strides("k", problem.k_cache, page=0, token=1, head=2),
-        **_strides("v", problem.v_cache, page=0, token=1, head=2),
-        **scales,
+        **strides("q", problem.q, row=0, head=1),
+        **strides("k", problem.k_cache, page=0, token=1, head=2),
+        **strides("v", problem.v_cache, page=0, token=1, head=2),
+        **output_arguments(out, lse),
+        **scale_arguments(problem),
         "q": problem.q.data_ptr(),
-        "out": out.data_ptr(),
-        "lse": 0 if lse is None else lse.data_ptr(),
-        "lse_stride_row": 0 if lse is None else lse.stride(0),
-        "lse_stride_head": 0 if lse is None else lse.stride(1),
         "k_cache": problem.k_cache.data_ptr(),
         "v_cache": problem.v_cache.data_ptr(),
         "num_pages": problem.num_pages,

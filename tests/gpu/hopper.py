@@ -66,6 +66,11 @@ ALL_TARGETS = TARGETS + tuple(
     if "cuda" in (able := pw.load(name).capabilities) and name not in {t.strategy for t in TARGETS}
 )
 
+PAGE_TARGETS = tuple(
+    KernelTarget("page_union", options={"pairs": pairs}, device="cuda", backend="cuda")
+    for pairs in (True, False)
+)
+
 # BF16 caches, in their own arithmetic; for tests that call `use_bf16_caches`.
 BF16_TARGETS = tuple(
     KernelTarget(name, "bf16", device="cuda", backend="cuda") for name in ("union4", "union8", "regroup_w128")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ...helpers import Target
-from ..hopper import BF16_TARGETS, SPLIT_TARGETS, TARGETS, WATCHDOG, missing, use_bf16_caches
+from ..hopper import BF16_TARGETS, PAGE_TARGETS, SPLIT_TARGETS, TARGETS, WATCHDOG, missing, use_bf16_caches
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def kernels() -> None:
 SPLIT = tuple(target for target in SPLIT_TARGETS if target.strategy == "union8")
 
 
-@pytest.fixture(params=(*TARGETS, *SPLIT, *BF16_TARGETS), ids=str)
+@pytest.fixture(params=(*TARGETS, *SPLIT, *BF16_TARGETS, *PAGE_TARGETS), ids=str)
 def target(request: pytest.FixtureRequest, kernels: None, monkeypatch: pytest.MonkeyPatch) -> Target:
     chosen: Target = request.param
     if chosen.arithmetic == "bf16":

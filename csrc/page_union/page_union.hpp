@@ -1,0 +1,101 @@
+// Direct page union: work lists, partials and their combine. Launchers only; no torch here.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace pageweaver {
+
+constexpr int kUnitTiles = 16;  // most 64-row tiles a unit
+// Units run from class kClasses down: pairs from full to one tile, then single pages. A warp orders each
+// class.
+constexpr int kClasses = 2 * kUnitTiles;
+constexpr int kChunkPages = 512;  // pages whose lists one CTA orders
+constexpr int kMostPaired = 1024;
+
+// What building the lists of one call reads and fills. Pointers are device addresses; strides are in
+// elements. A list is the members that a page, or a page and its partner, run together: `[.., 0]` the page's
+// queries that did not select its partner, `[.., 1]` those that selected both, kept by the lower page.
+struct PageListParams {
+    // inputs
+    const int32_t* q2k_indices;  // [num_kv_heads, total_q, topk]
+    int64_t q2k_stride_head, q2k_stride_row, q2k_stride_column;
+    const int32_t* cu_seqlens_q;  // [batch_size + 1]
+    const int32_t* seqused_k;     // [batch_size]
+    int32_t total_q, num_kv_heads, topk, batch_size, max_pages;
+    int32_t queries_per_tile, max_units, max_packed;
+    int32_t paired_limit;  // most pages of a request that are paired; 0: none
+    // schedule
+    int32_t* unit_pages;      // [num_kv_heads, max_units, 2]
+    int32_t* unit_offsets;    // [num_kv_heads, max_units + 1]
+    int32_t* unit_requests;   // [num_kv_heads, max_units]
+    int32_t* unit_counts;     // [num_kv_heads, 2]; of pairs, and of both kinds
+    int32_t* unit_queries;    // [num_kv_heads, total_q * topk]
+    int32_t* unit_slots;      // [num_kv_heads, total_q * topk]
+    int32_t* partial_counts;  // [num_kv_heads, total_q]
+    int32_t* packed_slots;    // [num_kv_heads, batch_size, max_pages]; as in prepare.hpp
+    // scratch
+    int32_t* support;       // [num_kv_heads, total_q, topk]; pages ascending and unique, then -1
+    uint32_t* member_bits;  // [num_kv_heads, head_words]; see device.cuh
+    int64_t head_words;
+    int32_t* page_counts;    // [num_kv_heads, batch_size, max_pages]; null: all pages may be paired
+    int32_t* paired_pages;   // [num_kv_heads, batch_size, paired_limit]; null likewise
+    int32_t* paired_counts;  // [num_kv_heads, batch_size]; null likewise
+    int32_t* overlaps;       // [num_kv_heads, batch_size, paired_limit, paired_limit]
+    int32_t* partners;       // [num_kv_heads, batch_size, max_pages]; page or -1
+    int32_t*
+        list_prefixes;  // [num_kv_heads, head_blocks, 2]; members of a list before a block of 256 queries
+    int64_t head_blocks;
+    int32_t* list_sizes;     // [num_kv_heads, batch_size, max_pages, 2]
+    int32_t* list_starts;    // [.., 2]; first member of full units, and of the rest less those
+    uint64_t* class_totals;  // [num_kv_heads, chunks, kClasses]; units << 32 | members
+    int32_t chunks;
+    int32_t* counters;  // as in prepare.hpp
+};
+
+// Producer and combine. Pointers are device addresses; strides are in elements.
+struct PageUnionParams {
+    const void* q;  // bf16 [total_q, num_qo_heads, head_dim]
+    int64_t q_stride_row, q_stride_head;
+    void* out;  // bf16, as q
+    int64_t out_stride_row, out_stride_head;
+    float* lse;  // [total_q, num_qo_heads], null: not wanted
+    int64_t lse_stride_row, lse_stride_head;
+    const int32_t* cu_seqlens_q;
+    const int32_t* seqused_k;
+    const int32_t* page_table;
+    int64_t page_table_stride;
+    const int32_t *unit_pages, *unit_offsets, *unit_requests, *unit_counts, *unit_queries, *unit_slots;
+    const int32_t* partial_counts;
+    const int32_t* packed_slots;
+    const uint8_t* packed_v;  // [max_packed, head_dim, page_size]
+    uint8_t*
+        packed_q;  // e4m3 [num_kv_heads, total_q, group_size, head_dim], order of the producer's fragments
+    float* logit_factors;  // [num_kv_heads, total_q, group_size]
+    void* partials;  // bf16 [num_kv_heads, total_q, topk, group_size, head_dim], order of its accumulators
+    float* lse_partials;     // [num_kv_heads, total_q, topk, group_size]; natural log
+    uint32_t* unit_tickets;  // [2]; next unit of pairs and of single pages
+    // Scales: the pointer wins where it is not null.
+    const float *softmax_scale_pointer, *k_scale_pointer, *v_scale_pointer;
+    float softmax_scale, k_scale, v_scale;
+    int32_t total_q, topk, num_kv_heads, num_qo_heads, batch_size, max_pages, max_units;
+    int32_t group_shift;  // log2 of the query heads a KV head
+    bool has_pairs;       // whether there may be units of pairs
+};
+
+// Tidies the selection into bitmaps of each page's queries and claims packed slots; V may be packed then.
+cudaError_t launch_page_incidence(const PageListParams& params, cudaStream_t stream);
+
+// Pairs pages and builds the work lists.
+cudaError_t launch_page_lists(const PageListParams& params, cudaStream_t stream);
+
+// Quantises Q and runs every unit.
+cudaError_t launch_page_partials(const PageUnionParams& params, const CUtensorMap& key_map,
+                                 cudaStream_t stream);
+
+// Finishes every query from its partials.
+cudaError_t launch_combine_partials(const PageUnionParams& params, cudaStream_t stream);
+
+}  // namespace pageweaver
