@@ -1,8 +1,6 @@
 // Producer of page union, FP8: every unit of work gathers the queries that selected its page, or both pages
 // of its pair, and writes a normalised partial output and its LSE for each.
-//
-//   quantize_queries  Q to E4M3 once, a head-row at a time, in the order of the producer's fragments
-//   produce_partials  the units: of pairs, then of single pages, which start as the former's CTAs end
+// One kernel for units of pairs, then one for single pages, whose CTAs start as the other's end.
 //
 // Grid: two CTAs an SM for the whole launch; a CTA takes the next unit, the largest first, until there is
 // none.
@@ -71,50 +69,6 @@ struct Ring {
         }
     }
 };
-
-// Eight lanes a head-row, 16 columns each. A row's 128 bytes lie as four times what one lane of a quad needs
-// as A fragments: byte 32 c + 8 k + 4 h + b is column 32 k + 16 h + 4 c + b.
-__global__ void __launch_bounds__(kThreads) quantize_queries(PageUnionParams p) {
-    grid_dependency_wait();
-    if (blockIdx.x == 0 && threadIdx.x < 2) p.unit_tickets[threadIdx.x] = 0;
-    const int part = threadIdx.x % 8;
-    const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 8;
-    const bool is_row = row < int64_t{p.total_q} * p.num_qo_heads;
-    // Rows in the order of q, for whole lines; what they become lies by KV head.
-    const int64_t query = is_row ? row / p.num_qo_heads : 0, qo_head = is_row ? row % p.num_qo_heads : 0;
-    const uint4* source = reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) +
-                                                         query * p.q_stride_row + qo_head * p.q_stride_head) +
-                          2 * part;
-    const uint4 packed[2] = {__ldcs(source), __ldcs(source + 1)};
-    float values[16], amax = kQAmaxFloor;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t words[4] = {packed[i].x, packed[i].y, packed[i].z, packed[i].w};
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            values[8 * i + 2 * k] = __uint_as_float(words[k] << 16);
-            values[8 * i + 2 * k + 1] = __uint_as_float(words[k] & 0xffff0000u);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(values[i]));
-    for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
-    if (!is_row) return;
-    const float inverse = kE4m3Max / amax;
-    const int group_mask = (1 << p.group_shift) - 1;
-    const int64_t target =
-        (((qo_head >> p.group_shift) * p.total_q + query) << p.group_shift) + (qo_head & group_mask);
-    uint32_t* words = reinterpret_cast<uint32_t*>(p.packed_q + target * kHeadDim) + part;
-#pragma unroll
-    for (int c = 0; c < 4; ++c)
-        words[8 * c] = cvt_e4m3x4(values[4 * c] * inverse, values[4 * c + 1] * inverse,
-                                  values[4 * c + 2] * inverse, values[4 * c + 3] * inverse);
-    if (part == 0) {
-        const float softmax_scale = p.softmax_scale_pointer ? *p.softmax_scale_pointer : p.softmax_scale;
-        const float k_scale = p.k_scale_pointer ? *p.k_scale_pointer : p.k_scale;
-        p.logit_factors[target] = logit_factor(amax, softmax_scale, k_scale);
-    }
-}
 
 // Copies the pages of one unit after the other. By one thread.
 template <int kPages>
@@ -316,9 +270,11 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory& 
             }
     };
 
-    // Starts on the rows asked for, whose scores are on their way.
-    const auto begin_tile = [&] {
+    // Starts on the rows asked for, whose scores are on their way, and asks who comes after them. The last
+    // member stands for those past it, in the tile after the last too.
+    const auto begin_tile = [&](int tile) {
         mine0 = next0, mine1 = next1;
+        ask_members(tile + 1);
         factor0 = next_factor0, factor1 = next_factor1;
         top0 = top1 = -INFINITY;
         if constexpr (kPages == 2) {
@@ -328,11 +284,9 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory& 
         }
     };
     // Scores to probabilities; the rows of the next tile are asked for meanwhile.
-    const auto softmax = [&](int tile) {
+    const auto softmax = [&] {
         wgmma_wait_group<0>();
         fence_registers(scores[kPages - 1]);
-        // The last member stands for those past it, in the tile after the last too.
-        ask_members(tile + 1);
         raise_maxima(kPages - 1);
         ask_queries();
         exponentiate();
@@ -368,16 +322,16 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory& 
     ask_queries();
     issue_qk(0);
     if constexpr (kPages == 2) mbarrier_wait(smem_address(&shared.full[last.stage]), last.phase);
-    begin_tile();
+    begin_tile(0);
     for (int tile = 0; tile < tiles - 1; ++tile) {
-        softmax(tile);
+        softmax();
         issue_pv();
         issue_qk(0);
         wgmma_wait_group<1>();
         store_tile(tile);
-        begin_tile();
+        begin_tile(tile + 1);
     }
-    softmax(tiles - 1);
+    softmax();
     issue_pv();
     wgmma_wait_group<0>();
     store_tile(tiles - 1);
@@ -444,6 +398,8 @@ cudaError_t launch_units(const PageUnionParams& p, const CUtensorMap& key_map, i
 
 }  // namespace
 
+cudaError_t launch_quantize_queries(const PageUnionParams& params, cudaStream_t stream);
+
 cudaError_t launch_page_partials(const PageUnionParams& p, const CUtensorMap& key_map, cudaStream_t stream) {
     const int64_t rows = int64_t{p.total_q} * p.num_qo_heads;
     if (rows == 0) return cudaSuccess;
@@ -451,9 +407,7 @@ cudaError_t launch_page_partials(const PageUnionParams& p, const CUtensorMap& ke
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (error == cudaSuccess)
-        error = launch_dependent(quantize_queries, 1, (rows * 8 + kThreads - 1) / kThreads, kThreads, 0,
-                                 stream, p);
+    if (error == cudaSuccess) error = launch_quantize_queries(p, stream);
     if (error == cudaSuccess && p.has_pairs) error = launch_units<2>(p, key_map, multiprocessors, stream);
     return error == cudaSuccess ? launch_units<1>(p, key_map, multiprocessors, stream) : error;
 }

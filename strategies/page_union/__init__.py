@@ -294,7 +294,9 @@ def produce_partials(problem: AttentionProblem, schedule: PageSchedule, head: in
             if len(index) == 0:
                 continue
             owner = query[index]
-            seen, keys, values = [], [], []
+            keys: list[torch.Tensor] = []
+            values: list[torch.Tensor] = []
+            seen: list[torch.Tensor] = []
             for page in pages[index, :width].unbind(dim=1):
                 seen.append(page[:, None] * problem.page_size + tokens <= positions[owner, None])
                 for gathered, cache in ((keys, problem.k_cache), (values, problem.v_cache)):
