@@ -10,11 +10,10 @@
 #include <cstdint>
 
 #include "page_union/page_union.hpp"
-#include "prepare/prepare.hpp"
+#include "prepare/device.cuh"
 
 namespace pageweaver {
 
-constexpr uint32_t kWholeWarp = 0xffffffffu;
 constexpr int kBlockWords = 8;  // words a block of 256 queries
 
 struct RequestBits {

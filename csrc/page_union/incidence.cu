@@ -7,7 +7,6 @@
 // Setting bits needs no order, so the bitmaps, and all that follows from them, are the same every time.
 
 #include "page_union/device.cuh"
-#include "prepare/device.cuh"
 #include "primitives/launch.cuh"
 
 namespace pageweaver {
@@ -31,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) clear_lists(PageListParams p) {
     fill(p.packed_slots, pages, -1);
     fill(p.partners, pages, -1);
     fill(p.class_totals, int64_t{p.num_kv_heads} * p.chunks * kClasses, uint64_t{0});
-    fill(p.counters, int64_t{kLiveGroups} + 1, 0);
+    fill(p.counters, kCounters, 0);
 }
 
 __global__ void __launch_bounds__(kThreads) collect_members(PageListParams p) {
@@ -50,11 +49,11 @@ __global__ void __launch_bounds__(kThreads) collect_members(PageListParams p) {
         if (id >= 0 && id < p.max_pages && int64_t{id} * kPageSize <= position) page = id;
     }
     // The first lane of equal ones stays; its rank among the others is its place.
-    if (__ffs(__match_any_sync(kWholeWarp, page)) - 1 != lane) page = kNothing;
+    if (__ffs(__match_any_sync(kAllLanes, page)) - 1 != lane) page = kNothing;
     int rank = 0;
-    for (int other = 0; other < p.topk; ++other) rank += __shfl_sync(kWholeWarp, page, other) < page;
+    for (int other = 0; other < p.topk; ++other) rank += __shfl_sync(kAllLanes, page, other) < page;
     const bool selected = page != kNothing;
-    const int count = __popc(__ballot_sync(kWholeWarp, selected));
+    const int count = __popc(__ballot_sync(kAllLanes, selected));
     int32_t* const support = p.support + row * p.topk;
     if (lane >= count && lane < p.topk) support[lane] = -1;
     if (!selected) return;

@@ -33,13 +33,13 @@ __global__ void __launch_bounds__(kThreads) count_pages(PageListParams p) {
     const uint32_t* words = page_words(p, head, bits, page);
     int count = 0;
     for (int w = lane; w < bits.words; w += 32) count += __popc(words[w]);
-    count = __reduce_add_sync(kWholeWarp, count);
+    count = __reduce_add_sync(kAllLanes, count);
     if (lane == 0) p.page_counts[index] = count;
 }
 
 // Sum of a number over the CTA, to all threads.
 __device__ int block_sum(int value, int* warp_sums) {
-    value = __reduce_add_sync(kWholeWarp, value);
+    value = __reduce_add_sync(kAllLanes, value);
     if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
     __syncthreads();
     int sum = 0;
@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kThreads) choose_pages(PageListParams p) {
     int reached = 0, equal = 0;
     for (int base = 0; base < p.max_pages; base += kThreads) {
         const int page = base + threadIdx.x, count = page < p.max_pages ? counts[page] : 0;
-        const uint32_t is_above = __ballot_sync(kWholeWarp, count >= low);
-        const uint32_t is_equal = __ballot_sync(kWholeWarp, count > 0 && count == low - 1);
+        const uint32_t is_above = __ballot_sync(kAllLanes, count >= low);
+        const uint32_t is_equal = __ballot_sync(kAllLanes, count > 0 && count == low - 1);
         if (lane == 0) warp_sums[warp] = __popc(is_above) | __popc(is_equal) << 16;
         __syncthreads();
         const uint32_t before = (1u << lane) - 1;
@@ -188,8 +188,8 @@ __device__ int best_choice(const int32_t* row, int pages, const uint8_t* is_take
             best = b;
         }
     }
-    const int top = __reduce_max_sync(kWholeWarp, most);
-    const int first = __reduce_min_sync(kWholeWarp, most == top ? best : 0x7fffffff);
+    const int top = __reduce_max_sync(kAllLanes, most);
+    const int first = __reduce_min_sync(kAllLanes, most == top ? best : 0x7fffffff);
     return top > 0 ? first : -1;
 }
 

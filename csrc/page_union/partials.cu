@@ -29,7 +29,7 @@
 #include "primitives/launch.cuh"
 #include "primitives/mbarrier.cuh"
 #include "primitives/wgmma.cuh"
-#include "union_attention/queries.cuh"
+#include "union_attention/tile.cuh"
 
 namespace pageweaver {
 namespace {
@@ -59,16 +59,7 @@ struct SharedMemory {
 };
 static_assert(kCtasPerSm * (sizeof(SharedMemory) + 1024) <= 228 * 1024, "two CTAs must fit on an SM");
 
-struct Ring {
-    int stage = 0;
-    uint32_t phase = 0;
-    __device__ void advance() {
-        if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
+using Ring = RingPosition<kStages>;
 
 // Copies the pages of one unit after the other. By one thread.
 template <int kPages>

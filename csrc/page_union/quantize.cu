@@ -50,11 +50,7 @@ __global__ void __launch_bounds__(kThreads) quantize_queries(PageUnionParams p) 
     for (int c = 0; c < 4; ++c)
         words[8 * c] = cvt_e4m3x4(values[4 * c] * inverse, values[4 * c + 1] * inverse,
                                   values[4 * c + 2] * inverse, values[4 * c + 3] * inverse);
-    if (part == 0) {
-        const float softmax_scale = p.softmax_scale_pointer ? *p.softmax_scale_pointer : p.softmax_scale;
-        const float k_scale = p.k_scale_pointer ? *p.k_scale_pointer : p.k_scale;
-        p.logit_factors[target] = logit_factor(amax, softmax_scale, k_scale);
-    }
+    if (part == 0) p.logit_factors[target] = logit_factor(p, amax * (1.0f / kE4m3Max));
 }
 
 }  // namespace

@@ -48,13 +48,13 @@ __global__ void __launch_bounds__(kThreads) size_lists(PageListParams p) {
         const int counts = __popc(list_word(own, other, false)) | common << 16;
         int inclusive = counts;
         for (int step = 1; step < 32; step *= 2) {
-            const int before = __shfl_up_sync(kWholeWarp, inclusive, step);
+            const int before = __shfl_up_sync(kAllLanes, inclusive, step);
             if (lane >= step) inclusive += before;
         }
         const int before = inclusive - counts;
         if (lane % kBlockWords == 0 && w < bits.words)
             prefixes[w / kBlockWords] = make_int2(sizes[0] + (before & 0xffff), sizes[1] + (before >> 16));
-        const int all = __shfl_sync(kWholeWarp, inclusive, 31);
+        const int all = __shfl_sync(kAllLanes, inclusive, 31);
         sizes[0] += all & 0xffff;
         sizes[1] += all >> 16;
     }
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_units(PageListParams p) {
     const int head = blockIdx.x / p.chunks, chunk = blockIdx.x % p.chunks;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own_class = kClasses - warp;
     const auto warp_sum = [](uint64_t value) {
-        for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kWholeWarp, value, step);
+        for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
         return value;
     };
     uint64_t all = 0, before = 0;
@@ -114,11 +114,11 @@ __global__ void __launch_bounds__(kOrderThreads) order_units(PageListParams p) {
         const uint64_t own =
             (static_cast<uint64_t>(has_whole ? whole : 0) << 32 | (has_whole ? whole * capacity : 0)) +
             (has_rest ? uint64_t{1} << 32 | rest : 0);
-        uint32_t live = __ballot_sync(kWholeWarp, own != 0);
+        uint32_t live = __ballot_sync(kAllLanes, own != 0);
         if (live == 0) continue;
         uint64_t inclusive = own;
         for (int step = 1; step < 32; step *= 2) {
-            const uint64_t left = __shfl_up_sync(kWholeWarp, inclusive, step);
+            const uint64_t left = __shfl_up_sync(kAllLanes, inclusive, step);
             if (lane >= step) inclusive += left;
         }
         const uint64_t start = place + inclusive - own;
@@ -131,9 +131,9 @@ __global__ void __launch_bounds__(kOrderThreads) order_units(PageListParams p) {
         for (; live; live &= live - 1) {
             const int source = __ffs(live) - 1;
             const int64_t list_page = first_page + (base + source) / 2;
-            const int unit = __shfl_sync(kWholeWarp, static_cast<int>(start >> 32), source);
-            const int member = __shfl_sync(kWholeWarp, first_member, source);
-            const int units = __shfl_sync(kWholeWarp, static_cast<int>(own >> 32), source);
+            const int unit = __shfl_sync(kAllLanes, static_cast<int>(start >> 32), source);
+            const int member = __shfl_sync(kAllLanes, first_member, source);
+            const int units = __shfl_sync(kAllLanes, static_cast<int>(own >> 32), source);
             const int page = static_cast<int>(list_page % p.max_pages);
             const int mate = source % 2 ? p.partners[head * pages + list_page] : -1;
             for (int i = lane; i < units; i += 32) {
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_units(PageListParams p) {
                 unit_requests[unit + i] = static_cast<int>(list_page / p.max_pages);
             }
         }
-        place += __shfl_sync(kWholeWarp, inclusive, 31);
+        place += __shfl_sync(kAllLanes, inclusive, 31);
     }
 
     if (chunk > 0) return;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) fill_lists(PageListParams p) {
     if (row >= int64_t{p.num_kv_heads} * p.total_q) return;
     const int head = static_cast<int>(row / p.total_q), query = static_cast<int>(row % p.total_q);
     const int page = lane < p.topk ? p.support[row * p.topk + lane] : -1;
-    if (__ballot_sync(kWholeWarp, page >= 0) == 0) {
+    if (__ballot_sync(kAllLanes, page >= 0) == 0) {
         if (lane == 0) p.partial_counts[row] = 0;
         return;
     }
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads) fill_lists(PageListParams p) {
     const bool is_common = mate >= 0 && mate_words[word] >> bit & 1;
     // A common edge is written once, by the lower page of the pair.
     const bool is_kept = page >= 0 && !(is_common && page > mate);
-    const uint32_t kept = __ballot_sync(kWholeWarp, is_kept);
+    const uint32_t kept = __ballot_sync(kAllLanes, is_kept);
     if (lane == 0) p.partial_counts[row] = __popc(kept);
     if (!is_kept) return;
 

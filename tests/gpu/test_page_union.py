@@ -1,7 +1,7 @@
 """page_union on Hopper: its lists against the reference's, its partials, its combine, its workspace.
 
-Lists are the reference's place for place. Numbers are held to what the union kernels are held to, whose tests
-run here on page_union as well.
+Lists are the reference's place for place. The modules of the union kernels hold what is asked of any kernel's
+numbers and calls; this one says that page_union is asked as well.
 """
 
 from __future__ import annotations
@@ -19,38 +19,26 @@ import pageweaver as pw
 from pageweaver.common.captures import resolve_selection
 from pageweaver.common.problem import selection_support
 from pageweaver.eval.output import default_captures
+from pageweaver.strategies import page_union
 from pageweaver.strategies.page_union import PageUnion, combine_partials
 from pageweaver.strategies.page_union.cuda import execute_cuda
 from pageweaver.strategies.page_union.pairing import incidence
 
 from ..helpers import E4M3, Target, assert_close, assert_empty, assert_same_bits, paged_case, poison, replaced
 from .hopper import PAGE_TARGETS, WATCHDOG, missing
-from .test_union import (  # noqa: F401
-    DEVICE,
-    LONG,
-    SIZES,
-    TestAccuracy,
-    TestC32Views,
-    TestC34OtherDevice,
-    TestC35Streams,
-    TestC36Graphs,
+from .problems import DEVICE, LONG, SIZES, long_context, messy, selected, twin
+from .test_union_accuracy import TestAccuracy, TestOnes, test_huge_logits  # noqa: F401
+from .test_union_bits import TestC32Views  # noqa: F401
+from .test_union_calls import (  # noqa: F401
     TestC41Alignment,
-    TestOnes,
-    huge_cache,
-    long_context,
-    messy,
-    selected,
-    test_c30_caches_past_32_bits,
-    test_c31_long_grids,
-    test_c38_two_threads,
     test_cache_without_a_page,
     test_expanded_keys_are_refused,
-    test_huge_logits,
     test_narrow_page_table,
     test_unusable_device_scales,
     test_workspace_of_a_longer_context,
-    twin,
 )
+from .test_union_graphs import TestC36Graphs  # noqa: F401
+from .test_union_sizes import huge_cache, test_c30_caches_past_32_bits, test_c31_long_grids  # noqa: F401
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), WATCHDOG]
 
@@ -363,6 +351,21 @@ def test_c19_partials_in_base_e(target: Target) -> None:
     weights = torch.stack([first.lse, second.lse]).softmax(dim=0)
     merged = weights[0, ..., None] * first.out + weights[1, ..., None] * second.out
     assert ((merged - whole.out).abs() <= 0.01).all()
+
+
+def test_c48_launch_errors(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that fails says so in its own call, by name, and the next call works."""
+    problem = messy(0)
+    expected = target.run(problem)
+    raw = problem.k_cache.contiguous().view(torch.uint8)
+    flat = torch.zeros(raw.numel() + 8, dtype=torch.uint8, device=DEVICE)
+    moved = replaced(problem, k_cache=flat[8:].view(raw.shape).view(E4M3))
+    with monkeypatch.context() as patch:
+        patch.setattr(page_union, "check_alignment", lambda _name, _tensor: None)
+        with pytest.raises(RuntimeError, match=r"page_union .*k_cache.*cudaErrorInvalidValue"):
+            target.load(moved)(moved)
+    torch.cuda.synchronize()
+    assert_same_bits(target.run(problem), expected)
 
 
 def test_padding_rows(target: Target) -> None:
