@@ -68,10 +68,10 @@ PageListParams read_page_lists(const py::dict& arguments) {
     READ(cu_seqlens_q), READ(seqused_k), READ(total_q), READ(num_kv_heads), READ(topk), READ(batch_size);
     READ(max_pages), READ(queries_per_tile), READ(max_units), READ(max_packed), READ(paired_limit);
     READ(unit_pages), READ(unit_offsets), READ(unit_requests), READ(unit_counts), READ(unit_queries);
-    READ(unit_slots), READ(partial_counts), READ(packed_slots), READ(support), READ(member_bits);
+    READ(unit_slots), READ(partial_counts), READ(packed_slots), READ(member_bits);
     READ(head_words), READ(page_counts), READ(paired_pages), READ(paired_counts), READ(overlaps);
     READ(partners), READ(list_prefixes), READ(head_blocks), READ(list_sizes), READ(list_starts);
-    READ(class_totals), READ(chunks), READ(counters);
+    READ(class_totals), READ(chunks), READ(chunk_pages), READ(overlap_stride), READ(counters);
     return params;
 }
 
@@ -92,7 +92,7 @@ PageUnionParams read_page_union(const py::dict& arguments) {
     READ(lse), READ(lse_stride_row), READ(lse_stride_head), READ(cu_seqlens_q), READ(seqused_k);
     READ(page_table), READ(page_table_stride), READ(unit_pages), READ(unit_offsets), READ(unit_requests);
     READ(unit_counts), READ(unit_queries), READ(unit_slots), READ(partial_counts), READ(packed_slots);
-    READ(packed_v), READ(packed_q), READ(logit_factors), READ(partials), READ(lse_partials);
+    READ(packed_v), READ(packed_q), READ(partials), READ(lse_partials);
     READ(unit_tickets), READ(softmax_scale_pointer), READ(k_scale_pointer), READ(v_scale_pointer);
     READ(softmax_scale), READ(k_scale), READ(v_scale), READ(total_q), READ(topk), READ(num_kv_heads);
     READ(num_qo_heads), READ(batch_size), READ(max_pages), READ(max_units), READ(group_shift);

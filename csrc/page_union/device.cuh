@@ -54,6 +54,15 @@ __device__ __forceinline__ const uint32_t* page_words(const PageListParams& p, i
     return p.member_bits + head * p.head_words + bits.word_base + int64_t{page} * bits.words;
 }
 
+// The page that a query of `request` selected in a column, -1 where it is none or starts after the query.
+__device__ __forceinline__ int selected_page(const PageListParams& p, int head, int request, int query,
+                                             int column) {
+    const int page =
+        p.q2k_indices[head * p.q2k_stride_head + query * p.q2k_stride_row + column * p.q2k_stride_column];
+    const int64_t position = int64_t{query} + p.seqused_k[request] - p.cu_seqlens_q[request + 1];
+    return page >= 0 && page < p.max_pages && int64_t{page} * kPageSize <= position ? page : -1;
+}
+
 // A list's members of one word: `own` and `mate` are the words of the page and of its partner.
 __device__ __forceinline__ uint32_t list_word(uint32_t own, uint32_t mate, bool is_common) {
     return is_common ? own & mate : own & ~mate;

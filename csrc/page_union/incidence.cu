@@ -1,8 +1,7 @@
 // Which queries selected which page, as bitmaps: from the selection as it comes to R_p for every page.
 //
 //   clear_lists      zeroes what later kernels count in or OR into
-//   collect_members  one warp a query: drops what the contract ignores, sorts, sets the query's bit in each
-//   page
+//   collect_members  drops what the contract ignores and sets the query's bit in each of its pages
 //
 // Setting bits needs no order, so the bitmaps, and all that follows from them, are the same every time.
 
@@ -13,7 +12,7 @@ namespace pageweaver {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kNothing = 0x7fffffff;
+constexpr int kCollectThreads = 128;
 
 template <typename T>
 __device__ void fill(T* target, int64_t count, T value) {
@@ -33,43 +32,31 @@ __global__ void __launch_bounds__(kThreads) clear_lists(PageListParams p) {
     fill(p.counters, kCounters, 0);
 }
 
-__global__ void __launch_bounds__(kThreads) collect_members(PageListParams p) {
+// A CTA sets the bits of 32 rows: a lane is a row, and lanes that find the same page in the same column set
+// their bits together. Duplicates and the order of columns do not show in bits.
+__global__ void __launch_bounds__(kCollectThreads) collect_members(PageListParams p) {
     grid_dependency_wait();
-    const int lane = threadIdx.x % 32;
-    const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
-    if (row >= int64_t{p.num_kv_heads} * p.total_q) return;
-    const int head = static_cast<int>(row / p.total_q), query = static_cast<int>(row % p.total_q);
-    const int request = request_of(p, query);
-
-    int page = kNothing;
-    if (request >= 0 && lane < p.topk) {
-        const int id =
-            p.q2k_indices[head * p.q2k_stride_head + query * p.q2k_stride_row + lane * p.q2k_stride_column];
-        const int64_t position = int64_t{query} + p.seqused_k[request] - p.cu_seqlens_q[request + 1];
-        if (id >= 0 && id < p.max_pages && int64_t{id} * kPageSize <= position) page = id;
-    }
-    // The first lane of equal ones stays; its rank among the others is its place.
-    if (__ffs(__match_any_sync(kAllLanes, page)) - 1 != lane) page = kNothing;
-    int rank = 0;
-    for (int other = 0; other < p.topk; ++other) rank += __shfl_sync(kAllLanes, page, other) < page;
-    const bool selected = page != kNothing;
-    const int count = __popc(__ballot_sync(kAllLanes, selected));
-    int32_t* const support = p.support + row * p.topk;
-    if (lane >= count && lane < p.topk) support[lane] = -1;
-    if (!selected) return;
-    support[rank] = page;
-
-    const RequestBits bits = request_bits(p, request);
-    atomicOr(const_cast<uint32_t*>(page_words(p, head, bits, page)) + query / 32 - bits.first_word,
-             1u << (query % 32));
-
-    // A place in packed_v, as prepare/unions.cu gives them.
-    const int64_t index = (int64_t{head} * p.batch_size + request) * p.max_pages + page;
-    int32_t* const slot = p.packed_slots + index;
-    if (int64_t{p.num_kv_heads} * p.batch_size * p.max_pages <= p.max_packed) {
-        *slot = static_cast<int32_t>(index);
-    } else if (*reinterpret_cast<volatile int32_t*>(slot) == -1 && atomicCAS(slot, -1, kClaimed) == -1) {
-        *slot = atomicAdd(&p.counters[kPackedCount], 1);
+    const int lane = threadIdx.x % kWarp, windows = (p.total_q + 31) / 32;
+    const int head = blockIdx.x / windows, query = blockIdx.x % windows * 32 + lane;
+    const int request = query < p.total_q ? request_of(p, query) : -1;
+    const RequestBits bits = request_bits(p, max(request, 0));
+    const int64_t first_page = (int64_t{head} * p.batch_size + request) * p.max_pages;
+    const bool has_room = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages <= p.max_packed;
+#pragma unroll 4
+    for (int column = threadIdx.x / kWarp; column < p.topk; column += kCollectThreads / kWarp) {
+        const int page = request >= 0 ? selected_page(p, head, request, query, column) : -1;
+        const int64_t index = page >= 0 ? first_page + page : -1;
+        const uint32_t members = __match_any_sync(kAllLanes, static_cast<unsigned long long>(index));
+        if (page < 0 || __ffs(members) - 1 != lane) continue;
+        atomicOr(const_cast<uint32_t*>(page_words(p, head, bits, page)) + query / 32 - bits.first_word,
+                 members);
+        // A place in packed_v, as prepare/build_union.cuh gives them.
+        int32_t* const slot = p.packed_slots + index;
+        if (has_room) {
+            *slot = static_cast<int32_t>(index);
+        } else if (*reinterpret_cast<volatile int32_t*>(slot) == -1 && atomicCAS(slot, -1, kClaimed) == -1) {
+            *slot = atomicAdd(&p.counters[kPackedCount], 1);
+        }
     }
 }
 
@@ -78,10 +65,9 @@ __global__ void __launch_bounds__(kThreads) collect_members(PageListParams p) {
 cudaError_t launch_page_incidence(const PageListParams& p, cudaStream_t stream) {
     clear_lists<<<264, kThreads, 0, stream>>>(p);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    const int64_t rows = int64_t{p.num_kv_heads} * p.total_q;
-    if (rows == 0) return cudaSuccess;
-    return launch_dependent(collect_members, 1, (rows * 32 + kThreads - 1) / kThreads, kThreads, 0, stream,
-                            p);
+    const int64_t windows = int64_t{p.num_kv_heads} * ((p.total_q + 31) / 32);
+    if (windows == 0 || p.batch_size == 0) return cudaSuccess;
+    return launch_dependent(collect_members, 1, windows, kCollectThreads, 0, stream, p);
 }
 
 }  // namespace pageweaver

@@ -12,8 +12,9 @@ constexpr int kUnitTiles = 16;  // most 64-row tiles a unit
 // Units run from class kClasses down: pairs from full to one tile, then single pages. A warp orders each
 // class.
 constexpr int kClasses = 2 * kUnitTiles;
-constexpr int kChunkPages = 512;  // pages whose lists one CTA orders
 constexpr int kMostPaired = 1024;
+// A quantised head-row: head_dim bytes, its logit factor, and what keeps eight rows apart in shared memory.
+constexpr int kQueryRowBytes = 144;
 
 // What building the lists of one call reads and fills. Pointers are device addresses; strides are in
 // elements. A list is the members that a page, or a page and its partner, run together: `[.., 0]` the page's
@@ -37,22 +38,24 @@ struct PageListParams {
     int32_t* partial_counts;  // [num_kv_heads, total_q]
     int32_t* packed_slots;    // [num_kv_heads, batch_size, max_pages]; as in prepare.hpp
     // scratch
-    int32_t* support;       // [num_kv_heads, total_q, topk]; pages ascending and unique, then -1
     uint32_t* member_bits;  // [num_kv_heads, head_words]; see device.cuh
     int64_t head_words;
     int32_t* page_counts;    // [num_kv_heads, batch_size, max_pages]; null: all pages may be paired
     int32_t* paired_pages;   // [num_kv_heads, batch_size, paired_limit]; null likewise
     int32_t* paired_counts;  // [num_kv_heads, batch_size]; null likewise
-    int32_t* overlaps;       // [num_kv_heads, batch_size, paired_limit, paired_limit]
+    // [num_kv_heads, batch_size, paired_limit, overlap_stride]; common queries << 10 | 1023 - place of the
+    // other page, so that the largest is the best choice; 0 without a common query
+    uint32_t* overlaps;
+    int32_t overlap_stride;  // a multiple of 4
     int32_t* partners;       // [num_kv_heads, batch_size, max_pages]; page or -1
     int32_t*
         list_prefixes;  // [num_kv_heads, head_blocks, 2]; members of a list before a block of 256 queries
     int64_t head_blocks;
-    int32_t* list_sizes;     // [num_kv_heads, batch_size, max_pages, 2]
-    int32_t* list_starts;    // [.., 2]; first member of full units, and of the rest less those
-    uint64_t* class_totals;  // [num_kv_heads, chunks, kClasses]; units << 32 | members
-    int32_t chunks;
-    int32_t* counters;  // as in prepare.hpp
+    int32_t* list_sizes;          // [num_kv_heads, batch_size, max_pages, 2]
+    int32_t* list_starts;         // [.., 2]; first member of full units, and of the rest less those
+    uint64_t* class_totals;       // [num_kv_heads, chunks, kClasses]; units << 32 | members
+    int32_t chunks, chunk_pages;  // pages of a head whose lists one CTA orders
+    int32_t* counters;            // as in prepare.hpp
 };
 
 // Producer and combine. Pointers are device addresses; strides are in elements.
@@ -71,9 +74,7 @@ struct PageUnionParams {
     const int32_t* partial_counts;
     const int32_t* packed_slots;
     const uint8_t* packed_v;  // [max_packed, head_dim, page_size]
-    uint8_t*
-        packed_q;  // e4m3 [num_kv_heads, total_q, group_size, head_dim], order of the producer's fragments
-    float* logit_factors;  // [num_kv_heads, total_q, group_size]
+    uint8_t* packed_q;        // [num_kv_heads, total_q, group_size, kQueryRowBytes]; see quantize.cu
     void* partials;  // bf16 [num_kv_heads, total_q, topk, group_size, head_dim], order of its accumulators
     float* lse_partials;     // [num_kv_heads, total_q, topk, group_size]; natural log
     uint32_t* unit_tickets;  // [2]; next unit of pairs and of single pages

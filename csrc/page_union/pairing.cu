@@ -4,7 +4,8 @@
 //   count_pages     |R_p| of every page           } only where a request may have more pages than are paired
 //   choose_pages    the most selected ones        }
 //   count_overlaps  |R_a & R_b| of all pairs: the bitmaps are operands of a binary tensor-core product
-//   match_pages     one CTA a request: in each round every pair that is the best remaining choice of both its
+//   match_pages     a cluster a request: in each round every pair that is the best remaining choice of both
+//   its
 //                   pages is matched; choices are in a strict order, so this ends in the sequential greedy's
 //                   pairs
 //
@@ -13,12 +14,14 @@
 
 #include "page_union/device.cuh"
 #include "primitives/launch.cuh"
+#include "primitives/mbarrier.cuh"
 
 namespace pageweaver {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kMatchThreads = 1024;
+constexpr int kMatchThreads = 1024, kMatchCtas = 8;
+constexpr int kMostCommon = (1 << 22) - 1;  // more common queries than this count as so many
 constexpr int kTilePages = 32;
 
 __global__ void __launch_bounds__(kThreads) count_pages(PageListParams p) {
@@ -166,69 +169,79 @@ __global__ void __launch_bounds__(kThreads) count_overlaps(PageListParams p) {
                 atomicAdd(&counts[16 * i + lane / 4 + 8 * (r / 2)][8 * j + 2 * (lane % 4) + r % 2],
                           acc[i][j][r]);
     __syncthreads();
-    int32_t* const matrix = p.overlaps + unit * p.paired_limit * p.paired_limit;
+    uint32_t* const matrix = p.overlaps + unit * p.paired_limit * p.overlap_stride;
     for (int i = threadIdx.x; i < kTilePages * kTilePages; i += kThreads) {
         const int x = i / kTilePages, y = i % kTilePages;
         const auto store = [&](int a, int b, int count) {
-            if (a < pages && b < pages) matrix[int64_t{a} * p.paired_limit + b] = a == b ? 0 : count;
+            if (a >= pages || b >= pages) return;
+            const uint32_t key = static_cast<uint32_t>(min(count, kMostCommon)) << 10 | (kMostPaired - 1 - b);
+            matrix[int64_t{a} * p.overlap_stride + b] = a == b || count == 0 ? 0 : key;
         };
         store(tile_a * kTilePages + x, tile_b * kTilePages + y, counts[x][y]);
         if (tile_a != tile_b) store(tile_b * kTilePages + x, tile_a * kTilePages + y, counts[y][x]);
     }
 }
 
-// The free page with most queries in common with page `a`, the lowest of equals; -1 without one. By a warp.
-__device__ int best_choice(const int32_t* row, int pages, const uint8_t* is_taken, int lane) {
-    int most = 0, best = 0x7fffffff;
-#pragma unroll 8
-    for (int b = lane; b < pages; b += 32) {
-        const int count = row[b];
-        if (!is_taken[b] && count > most) {
-            most = count;
-            best = b;
-        }
+// The free page with most queries in common with that of `row`, the lowest of equals; -1 without one. By a
+// warp.
+__device__ int best_choice(const uint32_t* row, int pages, const uint32_t* taken, int lane) {
+    uint32_t best = 0;
+#pragma unroll 4
+    for (int b = 4 * lane; b < pages; b += 4 * kWarp) {
+        const uint4 keys = __ldg(reinterpret_cast<const uint4*>(row + b));
+        const uint32_t bits = taken[b / 32] >> (b % 32);
+        best = max(best, bits & 1 ? 0 : keys.x);
+        best = max(best, bits & 2 ? 0 : keys.y);
+        best = max(best, bits & 4 ? 0 : keys.z);
+        best = max(best, bits & 8 ? 0 : keys.w);
     }
-    const int top = __reduce_max_sync(kAllLanes, most);
-    const int first = __reduce_min_sync(kAllLanes, most == top ? best : 0x7fffffff);
-    return top > 0 ? first : -1;
+    best = __reduce_max_sync(kAllLanes, best);
+    return best == 0 ? -1 : kMostPaired - 1 - static_cast<int>(best & (kMostPaired - 1));
 }
 
+// The CTAs of a cluster share the pages that look for a choice, and each keeps all choices and does the rest
+// of a round on its own.
 __global__ void __launch_bounds__(kMatchThreads) match_pages(PageListParams p) {
-    __shared__ int16_t choice[kMostPaired];
-    __shared__ uint8_t is_taken[kMostPaired];
-    __shared__ int16_t stale[kMostPaired];  // pages whose choice was taken
+    __shared__ int32_t choices[kMostPaired];
+    __shared__ uint32_t taken[kMostPaired / 32];  // bits of matched pages, and of those past the last one
+    __shared__ int16_t stale[kMostPaired];        // own pages whose choice was taken
     __shared__ int stale_count;
-    grid_dependency_wait();
-    const int64_t unit = blockIdx.x;
-    const int32_t* matrix = p.overlaps + unit * p.paired_limit * p.paired_limit;
-    const int pages = paired_count(p, unit);
-    const int a = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     static_assert(kMatchThreads == kMostPaired, "a thread a page");
-    is_taken[a] = 0;
-    stale[a] = static_cast<int16_t>(a);
-    choice[a] = -1;
-    if (a == 0) stale_count = pages;
-    __syncthreads();
-    while (stale_count > 0) {
-        for (int i = warp; i < stale_count; i += kMatchThreads / 32) {
+    grid_dependency_wait();
+    const int64_t unit = blockIdx.x / kMatchCtas;
+    const int rank = cluster_cta_rank();
+    const uint32_t* matrix = p.overlaps + unit * p.paired_limit * p.overlap_stride;
+    const int pages = paired_count(p, unit);
+    const int a = threadIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const uint32_t outside = __ballot_sync(kAllLanes, a >= pages);
+    if (lane == 0) taken[warp] = outside;
+    choices[a] = -1;
+    if (a * kMatchCtas + rank < pages) stale[a] = static_cast<int16_t>(a * kMatchCtas + rank);
+    if (a == 0) stale_count = (pages - rank + kMatchCtas - 1) / kMatchCtas;
+    cluster_sync();
+    for (;;) {
+        for (int i = warp; i < stale_count; i += kMatchThreads / kWarp) {
             const int page = stale[i];
-            const int best = best_choice(matrix + int64_t{page} * p.paired_limit, pages, is_taken, lane);
-            if (lane == 0) choice[page] = static_cast<int16_t>(best);
+            const int best = best_choice(matrix + int64_t{page} * p.overlap_stride, pages, taken, lane);
+            if (lane < kMatchCtas) store_cluster(smem_address(&choices[page]), lane, best);
         }
+        cluster_sync();
+        const int mine = choices[a];
+        const bool is_free = !(taken[warp] >> lane & 1);
+        const bool is_matched = is_free && mine >= 0 && choices[max(mine, 0)] == a;
+        const uint32_t matched = __ballot_sync(kAllLanes, is_matched);
         __syncthreads();
-        const int mine = choice[a];
-        const bool is_matched = mine >= 0 && !is_taken[a] && choice[mine] == a;
+        if (lane == 0) taken[warp] |= matched;
         if (a == 0) stale_count = 0;
-        __syncthreads();
-        if (is_matched) {
-            is_taken[a] = 1;
+        if (is_matched && rank == 0)
             p.partners[unit * p.max_pages + paired_page(p, unit, a)] = paired_page(p, unit, mine);
-        }
         __syncthreads();
-        // The best remaining pair is always matched, so a round without a match has none left.
-        if (mine >= 0 && !is_taken[a] && is_taken[mine])
-            stale[atomicAdd(&stale_count, 1)] = static_cast<int16_t>(a);
-        __syncthreads();
+        const bool is_stale =
+            is_free && !is_matched && mine >= 0 && taken[max(mine, 0) / 32] >> (max(mine, 0) % 32) & 1;
+        if (is_stale && a % kMatchCtas == rank) stale[atomicAdd(&stale_count, 1)] = static_cast<int16_t>(a);
+        // The best remaining pair is always matched: without a choice taken there is none left.
+        if (!__syncthreads_or(is_stale)) break;
+        cluster_sync();
     }
 }
 
@@ -247,7 +260,8 @@ cudaError_t launch_pair_pages(const PageListParams& p, cudaStream_t stream) {
     const int64_t tiles = (p.paired_limit + kTilePages - 1) / kTilePages;
     if (error == cudaSuccess)
         error = launch_dependent(count_overlaps, 1, units * tiles * (tiles + 1) / 2, kThreads, 0, stream, p);
-    if (error == cudaSuccess) error = launch_dependent(match_pages, 1, units, kMatchThreads, 0, stream, p);
+    if (error == cudaSuccess)
+        error = launch_dependent(match_pages, kMatchCtas, units * kMatchCtas, kMatchThreads, 0, stream, p);
     return error;
 }
 

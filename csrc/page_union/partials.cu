@@ -5,21 +5,24 @@
 // Grid: two CTAs an SM for the whole launch; a CTA takes the next unit, the largest first, until there is
 // none.
 //
-// Threads: 256. Warp 0 of warpgroup 0 copies K and V^T of the units' pages. Warpgroup 1 consumes: it holds a
-// tile of 64 head-rows, all of them of members, and its warp w rows 16 w to 16 w + 15.
+// Threads: 256. Warpgroup 0 produces: warp 0 copies K and V^T of the units' pages, warp 1 gathers the queries
+// of one tile after the other. Warpgroup 1 consumes: it holds a tile of 64 head-rows, all of them of members,
+// and its warp w rows 16 w to 16 w + 15.
 //
-// Shared memory, 97 KiB: pages 3 x (K 16 KiB, V^T 16 KiB), ones 1 KiB, what the units are, barriers. A unit
-// keeps its one or two pages through all of its tiles, at most kUnitTiles; the next page comes meanwhile.
+// Shared memory of pairs / single pages, 105 / 100 KiB: pages (K 16 KiB, V^T 16 KiB) 3 / 2, tiles of queries
+// (9 KiB) 1 / 4, ones, what the units and tiles are, barriers. A unit keeps its one or two pages through all
+// of its tiles, at most kUnitTiles; the next page comes meanwhile. Fragments of a tile's queries go to
+// registers at once, so that its place is free for another tile while it is multiplied.
 //
 // Registers: 32 producing, 224 consuming (scores 64 a page, output 64, probabilities 16 a page, Q 16).
 //
-// A tile of a pair, beside the same of another CTA on the SM:
+// Tile t of a pair, beside a tile of another CTA on the SM (a single page has no b):
 //
-//   tensor cores     QK(t) b  | PV(t)     | QK(t+1) a     | QK(t+1) b ...
-//   everything else  max a    | max b, exp, pack; Q(t+1) arrives | normalise, store(t)
+//   tensor cores     QK(t) b |                  | PV(t), QK(t+1) a    | QK(t+1) b
+//   everything else  max a   | max b, exp, pack | normalise, store(t) | max a
 //
-// One maximum covers both pages, so nothing is ever rescaled. Rows past the unit's last member repeat it and
-// are not stored. Measurements: docs/page_union.md.
+// One maximum covers both pages, so nothing is ever rescaled. Rows past the unit's last member are not
+// stored. Measurements: docs/page_union.md.
 
 #include <cuda_bf16.h>
 
@@ -34,11 +37,11 @@
 namespace pageweaver {
 namespace {
 
-constexpr int kStages = 3;
 constexpr int kThreads = 256, kCtasPerSm = 2;
 constexpr int kProducerRegisters = 32, kConsumerRegisters = 224;
 constexpr int kConsumerWarps = 4;
-constexpr int kPageBytes = kPageSize * kHeadDim, kOnesBytes = 8 * 128;
+constexpr int kPageBytes = kPageSize * kHeadDim, kOnesBytes = 8 * 32;
+constexpr int kTileBytes = kTileRows * kQueryRowBytes;
 constexpr uint32_t kE4m3Ones = 0x38383838u;
 constexpr float kPScaleLog2 = 8.0f;     // as in common/arithmetic.py
 constexpr float kLargeLogit = 8192.0f;  // base 2; above, FP32 rounds a logit by 2^-11 and more
@@ -50,26 +53,40 @@ struct Unit {
     int32_t shift;                 // position of a row in its request: row + shift
 };
 
-struct SharedMemory {
-    uint8_t keys[kStages][kPageBytes];
-    uint8_t values[kStages][kPageBytes];
-    uint32_t ones[kOnesBytes / 4];  // 8 rows of 1.0 in e4m3
-    Unit units[kStages];
-    uint64_t full[kStages], empty[kStages];
-};
-static_assert(kCtasPerSm * (sizeof(SharedMemory) + 1024) <= 228 * 1024, "two CTAs must fit on an SM");
+template <int kPages>
+constexpr int kSlots = kPages + 1;
+template <int kPages>
+constexpr int kTiles = kPages == 2 ? 1 : 4;
 
-using Ring = RingPosition<kStages>;
+template <int kPages>
+struct SharedMemory {
+    uint8_t keys[kSlots<kPages>][kPageBytes];
+    uint8_t values[kSlots<kPages>][kPageBytes];
+    uint8_t queries[kTiles<kPages>][kTileBytes];
+    uint32_t ones[kOnesBytes / 4];               // 8 rows of 1.0 in e4m3
+    int32_t members[kTiles<kPages>][kTileRows];  // query << 5 | slot
+    Unit units[kSlots<kPages>];
+    uint64_t full[kSlots<kPages>], empty[kSlots<kPages>];
+    uint64_t full_tile[kTiles<kPages>], empty_tile[kTiles<kPages>];
+};
+static_assert(kCtasPerSm * (sizeof(SharedMemory<1>) + 1024) <= 228 * 1024, "two CTAs must fit on an SM");
+static_assert(kCtasPerSm * (sizeof(SharedMemory<2>) + 1024) <= 228 * 1024, "two CTAs must fit on an SM");
+
+template <int kPages>
+using PageRing = RingPosition<kSlots<kPages>>;
+template <int kPages>
+using TileRing = RingPosition<kTiles<kPages>>;
 
 // Copies the pages of one unit after the other. By one thread.
 template <int kPages>
-__device__ void load_units(const PageUnionParams& p, const CUtensorMap& key_map, SharedMemory& shared) {
+__device__ void load_units(const PageUnionParams& p, const CUtensorMap& key_map,
+                           SharedMemory<kPages>& shared) {
     const auto first_unit = [&](int head) { return kPages == 2 ? 0 : p.unit_counts[2 * head]; };
     const auto unit_end = [&](int head) { return p.unit_counts[2 * head + 2 - kPages]; };
     int most_units = 0;
     for (int head = 0; head < p.num_kv_heads; ++head)
         most_units = max(most_units, unit_end(head) - first_unit(head));
-    Ring ring;
+    PageRing<kPages> ring;
     const auto wait_empty = [&] { mbarrier_wait(smem_address(&shared.empty[ring.stage]), ring.phase ^ 1); };
     for (;;) {
         // Heads take turns, so that the largest units of all come first.
@@ -109,6 +126,65 @@ __device__ void load_units(const PageUnionParams& p, const CUtensorMap& key_map,
     mbarrier_arrive(smem_address(&shared.full[ring.stage]));
 }
 
+// Gathers the queries of one tile after the other. By a warp. Rows past a unit's last member repeat it.
+template <int kPages>
+__device__ void gather_queries(const PageUnionParams& p, SharedMemory<kPages>& shared) {
+    const int lane = threadIdx.x % kWarp, queries_per_tile = kTileRows >> p.group_shift;
+    const uint32_t member_bytes = static_cast<uint32_t>(kQueryRowBytes) << p.group_shift;
+    PageRing<kPages> ring;
+    TileRing<kPages> tiles;
+    const auto release_page = [&] {
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(smem_address(&shared.empty[ring.stage]));
+        ring.advance();
+    };
+    for (;;) {
+        mbarrier_wait(smem_address(&shared.full[ring.stage]), ring.phase);
+        const int members = shared.units[ring.stage].members;
+        if (members == 0) break;
+        const int64_t rows = int64_t{shared.units[ring.stage].head} * p.total_q;
+        const int64_t first = rows * p.topk + shared.units[ring.stage].first;
+        const int32_t* const queries = p.unit_queries + first;
+        const int32_t* const slots = p.unit_slots + first;
+        const uint8_t* const packed_q = p.packed_q + rows * member_bytes;
+        release_page();
+        // A lane's members of the next tile: two of them where a member is one row.
+        int next[2];
+        const auto ask_members = [&](int tile) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int at = min(tile * queries_per_tile + lane + kWarp * i, members - 1);
+                next[i] = __ldg(queries + at) << 5 | __ldg(slots + at);
+            }
+        };
+        ask_members(0);
+        for (int tile = 0; tile * queries_per_tile < members; ++tile) {
+            const uint32_t full = smem_address(&shared.full_tile[tiles.stage]);
+            mbarrier_wait(smem_address(&shared.empty_tile[tiles.stage]), tiles.phase ^ 1);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (lane + kWarp * i < queries_per_tile)
+                    shared.members[tiles.stage][lane + kWarp * i] = next[i];
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive_expect_tx(full, kTileBytes);
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int member = lane + kWarp * i;
+                if (member < queries_per_tile)
+                    cp_async_bulk(smem_address(shared.queries[tiles.stage]) + member * member_bytes,
+                                  packed_q + int64_t{next[i] >> 5} * member_bytes, member_bytes, full);
+            }
+            tiles.advance();
+            ask_members(tile + 1);
+        }
+        if constexpr (kPages == 2) {
+            mbarrier_wait(smem_address(&shared.full[ring.stage]), ring.phase);
+            release_page();
+        }
+    }
+}
+
 using Fragment = uint32_t[4];
 
 // Registers of the k-th 32 columns of an A operand.
@@ -116,51 +192,37 @@ __device__ __forceinline__ const Fragment& fragment(const uint32_t (&registers)[
     return *reinterpret_cast<const Fragment*>(&registers[4 * k]);
 }
 
-// The consumer warpgroup on one unit of kPages pages; the ring stands at the first one.
+// The consumer warpgroup on one unit of kPages pages; the rings stand at its first page and tile.
 template <int kPages>
-__device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory& shared, const Unit& unit,
-                                        Ring& ring) {
-    const int warp = threadIdx.x / 32 % kConsumerWarps, lane = threadIdx.x % 32;
+__device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<kPages>& shared,
+                                        PageRing<kPages>& ring, TileRing<kPages>& tile_ring) {
+    const int warp = threadIdx.x / kWarp % kConsumerWarps, lane = threadIdx.x % kWarp;
     const int quad = lane % 4, row0 = 16 * warp + lane / 4;
-    const int group_mask = (1 << p.group_shift) - 1;
     const int queries_per_tile = kTileRows >> p.group_shift;
+    const Unit& unit = shared.units[ring.stage];
     const int tiles = (unit.members + queries_per_tile - 1) / queries_per_tile;
-    const int member0 = row0 >> p.group_shift, member1 = (row0 + 8) >> p.group_shift;
-    const int sub0 = row0 & group_mask, sub1 = (row0 + 8) & group_mask;
-    const int64_t first = int64_t{unit.head} * p.total_q * p.topk + unit.first;
 
     int stages[kPages];
-    Ring last = ring;
+    PageRing<kPages> last = ring;
 #pragma unroll
     for (int i = 0; i < kPages; ++i) {
         if (i > 0) last.advance();
         stages[i] = last.stage;
     }
 
-    // Members of the next tile, query << 5 | slot; then their Q and logit factors.
-    int next0, next1;
-    const auto ask_members = [&](int tile) {
-        const auto ask = [&](int member) {
-            const int64_t at = first + min(tile * queries_per_tile + member, unit.members - 1);
-            return __ldg(p.unit_queries + at) << 5 | __ldg(p.unit_slots + at);
-        };
-        next0 = ask(member0);
-        next1 = ask(member1);
-    };
+    // Q of the next tile as A fragments.
     uint32_t q_fragments[16];
-    float next_factor0, next_factor1;
-    const auto ask_queries = [&] {
-        const auto ask = [&](int next, int sub, int half, float& factor) {
-            const int64_t row = ((int64_t{unit.head} * p.total_q + (next >> 5)) << p.group_shift) + sub;
-            const uint4* source = reinterpret_cast<const uint4*>(p.packed_q + row * kHeadDim + 32 * quad);
-            const uint4 low = __ldg(source), high = __ldg(source + 1);
+    const auto take_queries = [&] {
+        mbarrier_wait(smem_address(&shared.full_tile[tile_ring.stage]), tile_ring.phase);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4* source = reinterpret_cast<const uint4*>(
+                shared.queries[tile_ring.stage] + (row0 + 8 * half) * kQueryRowBytes + 32 * quad);
+            const uint4 low = source[0], high = source[1];
             const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
             for (int k = 0; k < 8; ++k) q_fragments[2 * k + half] = words[k];
-            factor = __ldg(p.logit_factors + row);
-        };
-        ask(next0, sub0, 0, next_factor0);
-        ask(next1, sub1, 1, next_factor1);
+        }
     };
 
     float scores[kPages][64], acc[64], sums[4];
@@ -179,7 +241,7 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory& 
     };
     // Row sums of the rounded probabilities are their product with a column of ones.
     const auto issue_pv = [&] {
-        const uint64_t ones = wgmma_descriptor(smem_address(shared.ones));
+        const uint64_t ones = wgmma_descriptor_plain(smem_address(shared.ones));
         discard_registers(sums);
         discard_registers(acc);
         wgmma_fence();
@@ -261,12 +323,19 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory& 
             }
     };
 
-    // Starts on the rows asked for, whose scores are on their way, and asks who comes after them. The last
-    // member stands for those past it, in the tile after the last too.
-    const auto begin_tile = [&](int tile) {
-        mine0 = next0, mine1 = next1;
-        ask_members(tile + 1);
-        factor0 = next_factor0, factor1 = next_factor1;
+    // Starts on the tile whose queries were taken and whose scores are on their way: takes the members that
+    // own this thread's two rows and their logit factors, and gives the tile's place back.
+    const auto begin_tile = [&] {
+        const auto take = [&](int row, int& mine, float& factor) {
+            mine = shared.members[tile_ring.stage][row >> p.group_shift];
+            factor = *reinterpret_cast<const float*>(shared.queries[tile_ring.stage] + row * kQueryRowBytes +
+                                                     kHeadDim);
+        };
+        take(row0, mine0, factor0);
+        take(row0 + 8, mine1, factor1);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tile_ring.stage]));
+        tile_ring.advance();
         top0 = top1 = -INFINITY;
         if constexpr (kPages == 2) {
             issue_qk(1);
@@ -274,17 +343,16 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory& 
             raise_maxima(0);
         }
     };
-    // Scores to probabilities; the rows of the next tile are asked for meanwhile.
     const auto softmax = [&] {
         wgmma_wait_group<0>();
         fence_registers(scores[kPages - 1]);
         raise_maxima(kPages - 1);
-        ask_queries();
         exponentiate();
     };
-    const auto store_row = [&](int tile, int member, int mine, int sub, float total, float top, float factor,
+    const auto store_row = [&](int tile, int tile_row, int mine, float total, float top, float factor,
                                int offset) {
-        if (tile * queries_per_tile + member >= unit.members) return;
+        if (tile * queries_per_tile + (tile_row >> p.group_shift) >= unit.members) return;
+        const int sub = tile_row & ((1 << p.group_shift) - 1);
         const int64_t row =
             (((int64_t{unit.head} * p.total_q + (mine >> 5)) * p.topk + mine % 32) << p.group_shift) + sub;
         const float scale = 1.0f / total;
@@ -305,22 +373,22 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory& 
     const auto store_tile = [&](int tile) {
         fence_registers(sums);
         fence_registers(acc);
-        store_row(tile, member0, mine0, sub0, sums[0], top0, factor0, 0);
-        store_row(tile, member1, mine1, sub1, sums[2], top1, factor1, 2);
+        store_row(tile, row0, mine0, sums[0], top0, factor0, 0);
+        store_row(tile, row0 + 8, mine1, sums[2], top1, factor1, 2);
     };
 
-    ask_members(0);
-    ask_queries();
+    take_queries();
     issue_qk(0);
     if constexpr (kPages == 2) mbarrier_wait(smem_address(&shared.full[last.stage]), last.phase);
-    begin_tile(0);
+    begin_tile();
     for (int tile = 0; tile < tiles - 1; ++tile) {
         softmax();
         issue_pv();
+        take_queries();
         issue_qk(0);
         wgmma_wait_group<1>();
         store_tile(tile);
-        begin_tile(tile + 1);
+        begin_tile();
     }
     softmax();
     issue_pv();
@@ -338,14 +406,18 @@ template <int kPages>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     produce_partials(const PageUnionParams p, const __grid_constant__ CUtensorMap key_map) {
     extern __shared__ __align__(1024) uint8_t raw_shared[];
-    SharedMemory& shared = *reinterpret_cast<SharedMemory*>(raw_shared);
+    SharedMemory<kPages>& shared = *reinterpret_cast<SharedMemory<kPages>*>(raw_shared);
 
     // Barriers
     if (threadIdx.x == 0) {
         prefetch_tensormap(&key_map);
-        for (int s = 0; s < kStages; ++s) {
+        for (int s = 0; s < kSlots<kPages>; ++s) {
             mbarrier_init(smem_address(&shared.full[s]), 1);
-            mbarrier_init(smem_address(&shared.empty[s]), kConsumerWarps);
+            mbarrier_init(smem_address(&shared.empty[s]), kConsumerWarps + 1);  // and the gathering warp
+        }
+        for (int s = 0; s < kTiles<kPages>; ++s) {
+            mbarrier_init(smem_address(&shared.full_tile[s]), 1);
+            mbarrier_init(smem_address(&shared.empty_tile[s]), kConsumerWarps);
         }
         fence_mbarrier_init();
     }
@@ -362,14 +434,15 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     if (threadIdx.x < kThreads - 32 * kConsumerWarps) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) load_units<kPages>(p, key_map, shared);
+        if (threadIdx.x / kWarp == 1) gather_queries<kPages>(p, shared);
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        Ring ring;
+        PageRing<kPages> ring;
+        TileRing<kPages> tile_ring;
         for (;;) {
             mbarrier_wait(smem_address(&shared.full[ring.stage]), ring.phase);
-            const Unit& unit = shared.units[ring.stage];
-            if (unit.members == 0) break;
-            consume<kPages>(p, shared, unit, ring);
+            if (shared.units[ring.stage].members == 0) break;
+            consume<kPages>(p, shared, ring, tile_ring);
         }
     }
     // Whoever waits for this kernel waits for both.
@@ -381,10 +454,10 @@ cudaError_t launch_units(const PageUnionParams& p, const CUtensorMap& key_map, i
                          cudaStream_t stream) {
     const cudaError_t error =
         cudaFuncSetAttribute(produce_partials<kPages>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(sizeof(SharedMemory)));
+                             static_cast<int>(sizeof(SharedMemory<kPages>)));
     if (error != cudaSuccess) return error;
     return launch_dependent(produce_partials<kPages>, 1, int64_t{kCtasPerSm} * multiprocessors, kThreads,
-                            sizeof(SharedMemory), stream, p, key_map);
+                            sizeof(SharedMemory<kPages>), stream, p, key_map);
 }
 
 }  // namespace

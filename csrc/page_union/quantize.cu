@@ -1,6 +1,8 @@
 // Q to E4M3, once a call: a query of sixteen pages would else be quantised up to sixteen times.
 //
-// Its rows lie as the producer's threads want them, 32 bytes at a time: as A fragments.
+// A head-row takes kQueryRowBytes. Its 128 values lie as four times the 32 bytes that a lane of a quad needs
+// as A fragments: byte 32 c + 8 k + 4 h + b is column 32 k + 16 h + 4 c + b. Its logit factor follows. Rows
+// 144 bytes apart let eight lanes read two of them from shared memory without a bank conflict.
 
 #include <cuda_bf16.h>
 
@@ -13,8 +15,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Eight lanes a head-row, 16 columns each. A row's 128 bytes lie as four times what one lane of a quad needs
-// as A fragments: byte 32 c + 8 k + 4 h + b is column 32 k + 16 h + 4 c + b.
+// Eight lanes a head-row, 16 columns each.
 __global__ void __launch_bounds__(kThreads) quantize_queries(PageUnionParams p) {
     grid_dependency_wait();
     if (blockIdx.x == 0 && threadIdx.x < 2) p.unit_tickets[threadIdx.x] = 0;
@@ -45,12 +46,12 @@ __global__ void __launch_bounds__(kThreads) quantize_queries(PageUnionParams p) 
     const int group_mask = (1 << p.group_shift) - 1;
     const int64_t target =
         (((qo_head >> p.group_shift) * p.total_q + query) << p.group_shift) + (qo_head & group_mask);
-    uint32_t* words = reinterpret_cast<uint32_t*>(p.packed_q + target * kHeadDim) + part;
+    uint32_t* words = reinterpret_cast<uint32_t*>(p.packed_q + target * kQueryRowBytes) + part;
 #pragma unroll
     for (int c = 0; c < 4; ++c)
         words[8 * c] = cvt_e4m3x4(values[4 * c] * inverse, values[4 * c + 1] * inverse,
                                   values[4 * c + 2] * inverse, values[4 * c + 3] * inverse);
-    if (part == 0) p.logit_factors[target] = logit_factor(p, amax * (1.0f / kE4m3Max));
+    if (part == 0) words[kHeadDim / 4] = __float_as_uint(logit_factor(p, amax * (1.0f / kE4m3Max)));
 }
 
 }  // namespace

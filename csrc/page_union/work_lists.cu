@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) size_lists(PageListParams p) {
     const int size = lane == 0 ? sizes[0] : sizes[1];
     p.list_sizes[2 * index + lane] = size;
     unsigned long long* const totals = reinterpret_cast<unsigned long long*>(p.class_totals) +
-                                       (int64_t{head} * p.chunks + index % pages / kChunkPages) * kClasses;
+                                       (int64_t{head} * p.chunks + index % pages / p.chunk_pages) * kClasses;
     const auto add = [&](int unit_class, int units, int members) {
         if (units > 0)
             atomicAdd(&totals[unit_class - 1], static_cast<unsigned long long>(units) << 32 | members);
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads) size_lists(PageListParams p) {
     add(unit_class(p, rest, lane), rest > 0, rest);
 }
 
-// A CTA places the units of 512 pages of one head; warp w those of class kClasses - w.
+// A CTA places the units of some pages of one head; warp w those of class kClasses - w.
 __global__ void __launch_bounds__(kOrderThreads) order_units(PageListParams p) {
     grid_dependency_wait();
     __shared__ uint64_t all_units[kClasses];  // in order of class, descending; units << 32 | members
@@ -102,9 +102,9 @@ __global__ void __launch_bounds__(kOrderThreads) order_units(PageListParams p) {
     int32_t* const unit_offsets = p.unit_offsets + int64_t{head} * (p.max_units + 1);
     int32_t* const unit_requests = p.unit_requests + int64_t{head} * p.max_units;
     const int64_t pages = int64_t{p.batch_size} * p.max_pages;
-    const int64_t first_page = int64_t{chunk} * kChunkPages;
+    const int64_t first_page = int64_t{chunk} * p.chunk_pages;
     const int capacity = unit_queries(p);
-    for (int base = 0; base < 2 * kChunkPages; base += 32) {
+    for (int base = 0; base < 2 * p.chunk_pages; base += 32) {
         const int64_t at = first_page + (base + lane) / 2;  // request * max_pages + page
         const int is_common = lane % 2;
         const int size = at < pages ? p.list_sizes[2 * (head * pages + at) + is_common] : 0;
@@ -114,8 +114,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_units(PageListParams p) {
         const uint64_t own =
             (static_cast<uint64_t>(has_whole ? whole : 0) << 32 | (has_whole ? whole * capacity : 0)) +
             (has_rest ? uint64_t{1} << 32 | rest : 0);
-        uint32_t live = __ballot_sync(kAllLanes, own != 0);
-        if (live == 0) continue;
+        if (__ballot_sync(kAllLanes, own != 0) == 0) continue;
         uint64_t inclusive = own;
         for (int step = 1; step < 32; step *= 2) {
             const uint64_t left = __shfl_up_sync(kAllLanes, inclusive, step);
@@ -127,21 +126,13 @@ __global__ void __launch_bounds__(kOrderThreads) order_units(PageListParams p) {
         if (has_whole) starts->x = first_member;
         // Behind full units of the same class; less the members that those hold, here or elsewhere.
         if (has_rest) starts->y = first_member + (has_whole ? whole * capacity : 0) - whole * capacity;
-        // The warp writes the units of one list after the other.
-        for (; live; live &= live - 1) {
-            const int source = __ffs(live) - 1;
-            const int64_t list_page = first_page + (base + source) / 2;
-            const int unit = __shfl_sync(kAllLanes, static_cast<int>(start >> 32), source);
-            const int member = __shfl_sync(kAllLanes, first_member, source);
-            const int units = __shfl_sync(kAllLanes, static_cast<int>(own >> 32), source);
-            const int page = static_cast<int>(list_page % p.max_pages);
-            const int mate = source % 2 ? p.partners[head * pages + list_page] : -1;
-            for (int i = lane; i < units; i += 32) {
-                unit_pages[2 * (unit + i)] = page;
-                unit_pages[2 * (unit + i) + 1] = mate;
-                unit_offsets[unit + i] = member + i * capacity;
-                unit_requests[unit + i] = static_cast<int>(list_page / p.max_pages);
-            }
+        const int first_unit = static_cast<int>(start >> 32), units = static_cast<int>(own >> 32);
+        const int page = static_cast<int>(at % p.max_pages), request = static_cast<int>(at / p.max_pages);
+        const int mate = units > 0 && is_common ? p.partners[head * pages + at] : -1;
+        for (int i = 0; i < units; ++i) {
+            reinterpret_cast<int2*>(unit_pages)[first_unit + i] = make_int2(page, mate);
+            unit_offsets[first_unit + i] = first_member + i * capacity;
+            unit_requests[first_unit + i] = request;
         }
         place += __shfl_sync(kAllLanes, inclusive, 31);
     }
@@ -164,12 +155,14 @@ __global__ void __launch_bounds__(kThreads) fill_lists(PageListParams p) {
     const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
     if (row >= int64_t{p.num_kv_heads} * p.total_q) return;
     const int head = static_cast<int>(row / p.total_q), query = static_cast<int>(row % p.total_q);
-    const int page = lane < p.topk ? p.support[row * p.topk + lane] : -1;
+    const int request = request_of(p, query);
+    int page = request >= 0 && lane < p.topk ? selected_page(p, head, request, query, lane) : -1;
+    // The first of equal ones stays.
+    if (__ffs(__match_any_sync(kAllLanes, page)) - 1 != lane) page = -1;
     if (__ballot_sync(kAllLanes, page >= 0) == 0) {
         if (lane == 0) p.partial_counts[row] = 0;
         return;
     }
-    const int request = request_of(p, query);
     const RequestBits bits = request_bits(p, request);
     const int64_t index = (int64_t{head} * p.batch_size + request) * p.max_pages + max(page, 0);
     const int mate = page >= 0 ? p.partners[index] : -1;
@@ -181,6 +174,10 @@ __global__ void __launch_bounds__(kThreads) fill_lists(PageListParams p) {
     const bool is_kept = page >= 0 && !(is_common && page > mate);
     const uint32_t kept = __ballot_sync(kAllLanes, is_kept);
     if (lane == 0) p.partial_counts[row] = __popc(kept);
+    // Slots go by page: those kept below this one.
+    int slot = 0;
+    for (uint32_t rest = kept; rest; rest &= rest - 1)
+        slot += __shfl_sync(kAllLanes, page, __ffs(rest) - 1) < page;
     if (!is_kept) return;
 
     const int block = word / kBlockWords;
@@ -197,7 +194,7 @@ __global__ void __launch_bounds__(kThreads) fill_lists(PageListParams p) {
     const int64_t member =
         int64_t{head} * p.total_q * p.topk + rank + (rank < size / capacity * capacity ? starts.x : starts.y);
     p.unit_queries[member] = query;
-    p.unit_slots[member] = __popc(kept & ((1u << lane) - 1));
+    p.unit_slots[member] = slot;
 }
 
 }  // namespace

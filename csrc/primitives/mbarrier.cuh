@@ -79,6 +79,16 @@ __device__ __forceinline__ uint32_t cluster_cta_rank() {
     return rank;
 }
 
+// Stores to the same offset of a CTA of the cluster, visible there after the next cluster_sync.
+__device__ __forceinline__ void store_cluster(uint32_t address, uint32_t cta_rank, int32_t value) {
+    asm volatile(
+        "{\n.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "st.shared::cluster.s32 [remote], %2;\n}" ::"r"(address),
+        "r"(cta_rank), "r"(value)
+        : "memory");
+}
+
 // Synchronises all threads of the cluster.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile(

@@ -111,7 +111,7 @@ def combine_partials(partials: torch.Tensor, lse_partials: torch.Tensor) -> tupl
 
 
 # Buffers that execution alone writes.
-_RESULTS = ("partials", "lse_partials", "packed_q", "logit_factors")
+_RESULTS = ("partials", "lse_partials", "packed_q")
 
 
 @register

@@ -21,10 +21,12 @@ from pageweaver.strategies.query_union.cuda import (
 CUDA_CAPABILITIES = Capabilities(
     arithmetics={torch.float8_e4m3fn: ("fp8",)}, page_sizes=(128,), graph_capturable=True
 )
-# As in csrc/page_union: pages whose lists one CTA orders, classes of units, queries a word and a block.
-CHUNK_PAGES = 512
+# As in csrc/page_union: classes of units, queries a word and a block, bytes of a quantised head-row.
 CLASSES = 2 * UNIT_TILES
 WORD_QUERIES, BLOCK_QUERIES = 32, 256
+QUERY_ROW_BYTES = 144
+# One CTA orders the lists of some pages, and reads what all others counted: few pages, but few CTAs.
+CHUNK_PAGES, MOST_CHUNKS = 64, 128
 
 
 def cuda_layout(problem: AttentionProblem, base: Layout, pairs: bool) -> Layout:
@@ -39,31 +41,36 @@ def cuda_layout(problem: AttentionProblem, base: Layout, pairs: bool) -> Layout:
     # Where no request has more pages than are paired, nobody counts or lists them.
     chosen = (heads, batch) if max_pages > limit > 0 else (0, 0)
     max_units = base["unit_pages"][0][1]
+    chunk_pages = _chunk_pages(problem)
     # Words are cleared 16 bytes at a time.
     words = -(-heads * max_pages * (total_q // WORD_QUERIES + batch) // 4) * 4
     return {
         **base,
         "unit_requests": ((heads, max_units), torch.int32),
         "unit_counts": ((heads, 2), torch.int32),
-        "support": ((heads, total_q, topk), torch.int32),
         "member_bits": ((words,), torch.int32),
         "page_counts": ((*chosen, max_pages), torch.int32),
         "paired_pages": ((*chosen, limit), torch.int32),
         "paired_counts": (chosen, torch.int32),
-        "overlaps": ((heads, batch, limit, limit), torch.int32),
+        # Rows are read 16 bytes at a time.
+        "overlaps": ((heads, batch, limit, -(-limit // 4) * 4), torch.int32),
         "partners": ((heads, batch, max_pages), torch.int32),
         "list_prefixes": ((heads, max_pages * (total_q // BLOCK_QUERIES + batch), 2), torch.int32),
         "list_sizes": ((heads, batch, max_pages, 2), torch.int32),
         "list_starts": ((heads, batch, max_pages, 2, 2), torch.int32),
-        "class_totals": ((heads, max(1, -(-batch * max_pages // CHUNK_PAGES)), CLASSES), torch.int64),
+        "class_totals": ((heads, max(1, -(-batch * max_pages // chunk_pages)), CLASSES), torch.int64),
         # No more pages can be selected than there are edges.
         "packed_slots": ((heads, batch, max_pages), torch.int32),
         "packed_v": ((min(pages, heads * total_q * topk), HEAD_DIM, problem.page_size), torch.uint8),
         "counters": ((COUNTERS,), torch.int32),
-        "packed_q": ((heads, total_q, group_size, HEAD_DIM), torch.uint8),
-        "logit_factors": ((heads, total_q, group_size), torch.float32),
+        "packed_q": ((heads, total_q, group_size, QUERY_ROW_BYTES), torch.uint8),
         "unit_tickets": ((2,), torch.int32),
     }
+
+
+def _chunk_pages(problem: AttentionProblem) -> int:
+    pages = problem.batch_size * problem.max_pages
+    return CHUNK_PAGES * max(1, -(-pages // (CHUNK_PAGES * MOST_CHUNKS)))
 
 
 def _lists(
@@ -96,7 +103,7 @@ def prepare_cuda(problem: AttentionProblem, views: dict[str, torch.Tensor]) -> N
     """
     q2k = problem.q2k_indices
     names = (
-        "support member_bits page_counts paired_pages paired_counts overlaps partners list_prefixes"
+        "member_bits page_counts paired_pages paired_counts overlaps partners list_prefixes"
         " list_sizes list_starts class_totals counters"
     )
     metadata = RequestMetadata.of(problem)
@@ -113,9 +120,11 @@ def prepare_cuda(problem: AttentionProblem, views: dict[str, torch.Tensor]) -> N
         "queries_per_tile": problem.queries_per_tile,
         "max_packed": views["packed_v"].shape[0],
         "paired_limit": views["overlaps"].shape[2],
+        "overlap_stride": views["overlaps"].shape[3],
         "head_words": problem.max_pages * (problem.total_q // WORD_QUERIES + problem.batch_size),
         "head_blocks": views["list_prefixes"].shape[1],
         "chunks": views["class_totals"].shape[1],
+        "chunk_pages": _chunk_pages(problem),
     }
     with torch.cuda.device(problem.device):
         load_cuda().prepare_page_union(arguments, torch.cuda.current_stream().cuda_stream)
@@ -142,7 +151,7 @@ def execute_cuda(
         Take ``partials``, ``lse_partials`` and ``partial_counts`` as they are.
     """
     metadata = RequestMetadata.of(problem)
-    names = "packed_q logit_factors partials lse_partials unit_tickets"
+    names = "packed_q partials lse_partials unit_tickets"
     arguments = {
         **_lists(problem, metadata, views),
         **{name: views[name].data_ptr() for name in names.split()},

@@ -320,6 +320,25 @@ class TestC43Workspace:
         assert needed == strategy.workspace(problem).nbytes <= 1.1 * 2**30
 
 
+def test_partials_past_32_bits(target: Target) -> None:
+    """70,000 queries x 16 partials x 2,048 elements: 2**31 of them lie before the last rows'."""
+    rows, pages = 70000, 16
+    values = torch.arange(1.0, pages + 1, device=DEVICE).view(pages, 1, 1, 1).to(E4M3)
+    problem = pw.AttentionProblem(
+        q=torch.zeros(1, 16, 128, dtype=torch.bfloat16, device=DEVICE).expand(rows, -1, -1),
+        k_cache=torch.zeros(pages, 128, 1, 128, dtype=torch.uint8, device=DEVICE).view(E4M3),
+        v_cache=values.view(torch.uint8).expand(-1, 128, 1, 128).contiguous().view(E4M3),
+        q2k_indices=torch.arange(pages, dtype=torch.int32, device=DEVICE).expand(1, rows, -1),
+        cu_seqlens_q=torch.tensor([0, rows], dtype=torch.int32, device=DEVICE),
+        seqused_k=torch.tensor([pages * 128 + rows], dtype=torch.int32, device=DEVICE),
+        page_table=torch.arange(pages, dtype=torch.int32, device=DEVICE)[None],
+    )
+    assert rows * problem.topk * problem.num_qo_heads * problem.head_dim > 2**31
+    out = torch.full(problem.q.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    target.load(problem)(problem, out)
+    assert ((out.float() - 8.5).abs() <= 2.0**-7 * 8.5).all()
+
+
 def test_c19_partials_in_base_e(target: Target) -> None:
     """Two pages merged by hand from two calls, and by the strategy."""
     case: dict[str, Any] = {
