@@ -1,7 +1,8 @@
 """The arms of every measurement: one table of names, and what each makes.
 
 An arm is ``NAME`` or ``NAME/VARIANT/...``: a strategy, a diagnostic order or a baseline, with options.
-``union8/cluster`` is union8 in another mapping, ``regroup_w128/rounds`` groups for rounds.
+``union8/cluster`` is union8 in another mapping, ``regroup_w128/rounds`` groups for rounds,
+``page_union/single`` pairs no pages.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ OFFLINE_WINDOWS = {"offline_w512": 512, "offline_w2048": 2048}
 ORIGINAL = "union8"
 
 # Variant -> options of the strategy's constructor.
-VARIANTS: Mapping[str, Mapping[str, str]] = {
+VARIANTS: Mapping[str, Mapping[str, str | bool]] = {
     "cluster": {"mapping": "cluster"},
+    "single": {"pairs": False},
     "visits": {"objective": "visits"},
     "rounds": {"objective": "rounds"},
     "fp8": {"arithmetic": "fp8"},
@@ -304,7 +306,11 @@ def make_arm(
         if backend == "reference" or isinstance(strategy, Baseline)
         else make_strategy(without_arithmetic(name), selection, problem, "reference")
     )
-    work = {**counter.work(problem).to_dict(), "strategy": name}
+    work = {
+        **counter.work(problem).to_dict(),
+        "strategy": name,
+        "workspace_bytes": strategy.workspace_bytes(problem),
+    }
     arm = Arm(name, arithmetic, None, work, ours=not isinstance(strategy, Baseline))
     for boundary in ("complete", "attention", "prepare"):
         if boundary != "prepare" or strategy.workspace_layout(problem):

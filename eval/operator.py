@@ -46,7 +46,10 @@ BENCH = "operator"
 DEFAULT_ARMS = "per_query,union4,union8,union8/cluster"
 # A row's boundary where nothing was timed: no CUDA device, or no kernels of this arm in this build.
 COUNTED, NOT_RUN = "counted", "not run"
-COUNTS = ("edges", "visits", "rounds", "reuse", "partials", "page_bytes", "partial_bytes")
+COUNTS = (
+    *("edges", "visits", "rounds", "reuse", "partials", "saved_partials", "page_bytes", "partial_bytes"),
+    "workspace_bytes",
+)
 
 # How a strategy refuses a problem that it does not support, or that does not fit.
 UNSUPPORTED = (UnsupportedDeviceError, TypeError, ValueError, MemoryError, torch.OutOfMemoryError)

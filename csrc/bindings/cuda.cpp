@@ -77,13 +77,12 @@ PageListParams read_page_lists(const py::dict& arguments) {
 
 void prepare_page_union(const py::dict& arguments, uintptr_t stream_address) {
     const auto stream = reinterpret_cast<cudaStream_t>(stream_address);
-    check(launch_page_incidence(read_page_lists(arguments), stream), "prepare_page_union (incidence)");
+    check(launch_page_lists(read_page_lists(arguments), stream), "prepare_page_union (lists)");
     PrepareParams params{};  // without groups: nothing but V is packed
     READ(cu_seqlens_q), READ(seqused_k), READ(page_table), READ(page_table_stride), READ(v_cache);
     READ(v_stride_page), READ(v_stride_token), READ(v_stride_head), READ(num_kv_heads), READ(batch_size);
     READ(max_pages), READ(max_packed), READ(packed_slots), READ(packed_v), READ(counters);
     check(launch_pack_values(params, stream), "prepare_page_union (packed V)");
-    check(launch_page_lists(read_page_lists(arguments), stream), "prepare_page_union (lists)");
 }
 
 PageUnionParams read_page_union(const py::dict& arguments) {

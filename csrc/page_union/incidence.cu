@@ -26,7 +26,6 @@ __global__ void __launch_bounds__(kThreads) clear_lists(PageListParams p) {
     // The buffer's size is a multiple of 16 bytes.
     fill(reinterpret_cast<uint4*>(p.member_bits), (p.num_kv_heads * p.head_words + 3) / 4,
          make_uint4(0, 0, 0, 0));
-    fill(p.packed_slots, pages, -1);
     fill(p.partners, pages, -1);
     fill(p.class_totals, int64_t{p.num_kv_heads} * p.chunks * kClasses, uint64_t{0});
     fill(p.counters, kCounters, 0);
@@ -41,7 +40,6 @@ __global__ void __launch_bounds__(kCollectThreads) collect_members(PageListParam
     const int request = query < p.total_q ? request_of(p, query) : -1;
     const RequestBits bits = request_bits(p, max(request, 0));
     const int64_t first_page = (int64_t{head} * p.batch_size + request) * p.max_pages;
-    const bool has_room = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages <= p.max_packed;
 #pragma unroll 4
     for (int column = threadIdx.x / kWarp; column < p.topk; column += kCollectThreads / kWarp) {
         const int page = request >= 0 ? selected_page(p, head, request, query, column) : -1;
@@ -50,13 +48,6 @@ __global__ void __launch_bounds__(kCollectThreads) collect_members(PageListParam
         if (page < 0 || __ffs(members) - 1 != lane) continue;
         atomicOr(const_cast<uint32_t*>(page_words(p, head, bits, page)) + query / 32 - bits.first_word,
                  members);
-        // A place in packed_v, as prepare/build_union.cuh gives them.
-        int32_t* const slot = p.packed_slots + index;
-        if (has_room) {
-            *slot = static_cast<int32_t>(index);
-        } else if (*reinterpret_cast<volatile int32_t*>(slot) == -1 && atomicCAS(slot, -1, kClaimed) == -1) {
-            *slot = atomicAdd(&p.counters[kPackedCount], 1);
-        }
     }
 }
 

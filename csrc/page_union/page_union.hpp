@@ -86,10 +86,7 @@ struct PageUnionParams {
     bool has_pairs;       // whether there may be units of pairs
 };
 
-// Tidies the selection into bitmaps of each page's queries and claims packed slots; V may be packed then.
-cudaError_t launch_page_incidence(const PageListParams& params, cudaStream_t stream);
-
-// Pairs pages and builds the work lists.
+// Finds who selected which page, pairs pages, builds the work lists and says which pages' V to pack.
 cudaError_t launch_page_lists(const PageListParams& params, cudaStream_t stream);
 
 // Quantises Q and runs every unit.

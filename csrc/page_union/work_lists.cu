@@ -1,9 +1,10 @@
 // Work lists: common and exclusive members of every page, cut into units, pairs first and the largest first.
 // The same lists as strategies/page_union/pairing.py makes, place for place.
 //
-//   size_lists    one warp a page: list sizes, members before each block of 256 queries, units of each class
-//   order_units   one warp a class: places of units and of their members, by class and then by list
-//   fill_lists    one warp a query: each edge finds its list, its rank there by counting bits, and its slot
+//   size_lists    one warp a page: its place in packed_v, list sizes, members before each block of 256
+//   queries, units of each class order_units   one warp a class: places of units and of their members, by
+//   class and then by list fill_lists    one warp a query: each edge finds its list, its rank there by
+//   counting bits, and its slot
 //
 // A page is read once or twice by a warp, a query once; nothing is sorted, and no order is left to chance.
 
@@ -39,10 +40,12 @@ __global__ void __launch_bounds__(kThreads) size_lists(PageListParams p) {
     int2* const prefixes = reinterpret_cast<int2*>(p.list_prefixes) + head * p.head_blocks + bits.block_base +
                            int64_t{page} * bits.blocks;
     int sizes[2] = {0, 0};
+    uint32_t members = 0;
     for (int base = 0; base < bits.words; base += 32) {
         const int w = base + lane;
         const uint32_t own = w < bits.words ? own_words[w] : 0;
         const uint32_t other = w < bits.words && mate >= 0 ? mate_words[w] : 0;
+        members |= own;
         // Both counts in one word: 32 words hold at most 1,024 members.
         const int common = page < mate ? __popc(list_word(own, other, true)) : 0;
         const int counts = __popc(list_word(own, other, false)) | common << 16;
@@ -58,7 +61,15 @@ __global__ void __launch_bounds__(kThreads) size_lists(PageListParams p) {
         sizes[0] += all & 0xffff;
         sizes[1] += all >> 16;
     }
+    const bool is_selected = __any_sync(kAllLanes, members != 0);
     if (lane >= 2) return;
+    // A place in packed_v: the page's index where there is room for all pages, else as they turn up.
+    if (lane == 0) {
+        const bool has_room = p.num_kv_heads * pages <= p.max_packed;
+        p.packed_slots[index] = !is_selected ? -1
+                                : has_room   ? static_cast<int32_t>(index)
+                                             : atomicAdd(&p.counters[kPackedCount], 1);
+    }
     const int size = lane == 0 ? sizes[0] : sizes[1];
     p.list_sizes[2 * index + lane] = size;
     unsigned long long* const totals = reinterpret_cast<unsigned long long*>(p.class_totals) +
@@ -199,10 +210,12 @@ __global__ void __launch_bounds__(kThreads) fill_lists(PageListParams p) {
 
 }  // namespace
 
+cudaError_t launch_page_incidence(const PageListParams& params, cudaStream_t stream);
 cudaError_t launch_pair_pages(const PageListParams& params, cudaStream_t stream);
 
 cudaError_t launch_page_lists(const PageListParams& p, cudaStream_t stream) {
-    cudaError_t error = launch_pair_pages(p, stream);
+    cudaError_t error = launch_page_incidence(p, stream);
+    if (error == cudaSuccess) error = launch_pair_pages(p, stream);
     const int64_t pages = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
     const int64_t rows = int64_t{p.num_kv_heads} * p.total_q;
     if (error == cudaSuccess && pages > 0)
