@@ -1,6 +1,6 @@
 // Producer of page union, FP8: every unit of work gathers the queries that selected its page, or both pages
-// of its pair, and writes a normalised partial output and its LSE for each.
-// One kernel for units of pairs, then one for single pages, whose CTAs start as the other's end.
+// of its pair, and writes a normalised partial output and its LSE for each. One kernel runs the units of
+// pairs, then one those of single pages, whose CTAs start as the other's end.
 //
 // Grid: two CTAs an SM for the whole launch; a CTA takes the next unit, the largest first, until there is
 // none.
@@ -26,164 +26,19 @@
 
 #include <cuda_bf16.h>
 
-#include "page_union/page_union.hpp"
-#include "primitives/bulk_copy.cuh"
+#include "page_union/pipeline.cuh"
 #include "primitives/fp8.cuh"
 #include "primitives/launch.cuh"
-#include "primitives/mbarrier.cuh"
 #include "primitives/wgmma.cuh"
-#include "union_attention/tile.cuh"
 
 namespace pageweaver {
 namespace {
 
-constexpr int kThreads = 256, kCtasPerSm = 2;
+constexpr int kThreads = 256;
 constexpr int kProducerRegisters = 32, kConsumerRegisters = 224;
-constexpr int kConsumerWarps = 4;
-constexpr int kPageBytes = kPageSize * kHeadDim, kOnesBytes = 8 * 32;
-constexpr int kTileBytes = kTileRows * kQueryRowBytes;
 constexpr uint32_t kE4m3Ones = 0x38383838u;
 constexpr float kPScaleLog2 = 8.0f;     // as in common/arithmetic.py
 constexpr float kLargeLogit = 8192.0f;  // base 2; above, FP32 rounds a logit by 2^-11 and more
-
-// What a slot holds: a page, and with the first page of a unit what the unit is.
-struct Unit {
-    int32_t page;
-    int32_t head, first, members;  // in the head's unit_queries; no members: no more units
-    int32_t shift;                 // position of a row in its request: row + shift
-};
-
-template <int kPages>
-constexpr int kSlots = kPages + 1;
-template <int kPages>
-constexpr int kTiles = kPages == 2 ? 1 : 4;
-
-template <int kPages>
-struct SharedMemory {
-    uint8_t keys[kSlots<kPages>][kPageBytes];
-    uint8_t values[kSlots<kPages>][kPageBytes];
-    uint8_t queries[kTiles<kPages>][kTileBytes];
-    uint32_t ones[kOnesBytes / 4];               // 8 rows of 1.0 in e4m3
-    int32_t members[kTiles<kPages>][kTileRows];  // query << 5 | slot
-    Unit units[kSlots<kPages>];
-    uint64_t full[kSlots<kPages>], empty[kSlots<kPages>];
-    uint64_t full_tile[kTiles<kPages>], empty_tile[kTiles<kPages>];
-};
-static_assert(kCtasPerSm * (sizeof(SharedMemory<1>) + 1024) <= 228 * 1024, "two CTAs must fit on an SM");
-static_assert(kCtasPerSm * (sizeof(SharedMemory<2>) + 1024) <= 228 * 1024, "two CTAs must fit on an SM");
-
-template <int kPages>
-using PageRing = RingPosition<kSlots<kPages>>;
-template <int kPages>
-using TileRing = RingPosition<kTiles<kPages>>;
-
-// Copies the pages of one unit after the other. By one thread.
-template <int kPages>
-__device__ void load_units(const PageUnionParams& p, const CUtensorMap& key_map,
-                           SharedMemory<kPages>& shared) {
-    const auto first_unit = [&](int head) { return kPages == 2 ? 0 : p.unit_counts[2 * head]; };
-    const auto unit_end = [&](int head) { return p.unit_counts[2 * head + 2 - kPages]; };
-    int most_units = 0;
-    for (int head = 0; head < p.num_kv_heads; ++head)
-        most_units = max(most_units, unit_end(head) - first_unit(head));
-    PageRing<kPages> ring;
-    const auto wait_empty = [&] { mbarrier_wait(smem_address(&shared.empty[ring.stage]), ring.phase ^ 1); };
-    for (;;) {
-        // Heads take turns, so that the largest units of all come first.
-        const uint32_t ticket = atomicAdd(&p.unit_tickets[2 - kPages], 1u);
-        const int turn = static_cast<int>(ticket / p.num_kv_heads),
-                  head = static_cast<int>(ticket % p.num_kv_heads);
-        if (turn >= most_units) break;
-        const int index = first_unit(head) + turn;
-        if (index >= unit_end(head)) continue;
-        const int64_t place = int64_t{head} * p.max_units + index;
-        const int request = p.unit_requests[place];
-        const int32_t* const table = p.page_table + request * p.page_table_stride;
-        const int32_t* const slots = p.packed_slots + (int64_t{head} * p.batch_size + request) * p.max_pages;
-#pragma unroll 1
-        for (int i = 0; i < kPages; ++i) {
-            const int page = p.unit_pages[2 * place + i], physical = table[page], packed = slots[page];
-            wait_empty();
-            if (i == 0) {
-                const int32_t* const offsets = p.unit_offsets + place + head;
-                Unit& unit = shared.units[ring.stage];
-                unit.head = head;
-                unit.first = offsets[0];
-                unit.members = offsets[1] - offsets[0];
-                unit.shift = p.seqused_k[request] - p.cu_seqlens_q[request + 1];
-            }
-            shared.units[ring.stage].page = page;
-            const uint32_t full = smem_address(&shared.full[ring.stage]);
-            mbarrier_arrive_expect_tx(full, 2 * kPageBytes);
-            cp_async_bulk_tensor(smem_address(shared.keys[ring.stage]), &key_map, full, 0, 0, head, physical);
-            cp_async_bulk(smem_address(shared.values[ring.stage]),
-                          p.packed_v + int64_t{packed} * kPackedPageBytes, kPageBytes, full);
-            ring.advance();
-        }
-    }
-    wait_empty();
-    shared.units[ring.stage].members = 0;
-    mbarrier_arrive(smem_address(&shared.full[ring.stage]));
-}
-
-// Gathers the queries of one tile after the other. By a warp. Rows past a unit's last member repeat it.
-template <int kPages>
-__device__ void gather_queries(const PageUnionParams& p, SharedMemory<kPages>& shared) {
-    const int lane = threadIdx.x % kWarp, queries_per_tile = kTileRows >> p.group_shift;
-    const uint32_t member_bytes = static_cast<uint32_t>(kQueryRowBytes) << p.group_shift;
-    PageRing<kPages> ring;
-    TileRing<kPages> tiles;
-    const auto release_page = [&] {
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&shared.empty[ring.stage]));
-        ring.advance();
-    };
-    for (;;) {
-        mbarrier_wait(smem_address(&shared.full[ring.stage]), ring.phase);
-        const int members = shared.units[ring.stage].members;
-        if (members == 0) break;
-        const int64_t rows = int64_t{shared.units[ring.stage].head} * p.total_q;
-        const int64_t first = rows * p.topk + shared.units[ring.stage].first;
-        const int32_t* const queries = p.unit_queries + first;
-        const int32_t* const slots = p.unit_slots + first;
-        const uint8_t* const packed_q = p.packed_q + rows * member_bytes;
-        release_page();
-        // A lane's members of the next tile: two of them where a member is one row.
-        int next[2];
-        const auto ask_members = [&](int tile) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int at = min(tile * queries_per_tile + lane + kWarp * i, members - 1);
-                next[i] = __ldg(queries + at) << 5 | __ldg(slots + at);
-            }
-        };
-        ask_members(0);
-        for (int tile = 0; tile * queries_per_tile < members; ++tile) {
-            const uint32_t full = smem_address(&shared.full_tile[tiles.stage]);
-            mbarrier_wait(smem_address(&shared.empty_tile[tiles.stage]), tiles.phase ^ 1);
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                if (lane + kWarp * i < queries_per_tile)
-                    shared.members[tiles.stage][lane + kWarp * i] = next[i];
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive_expect_tx(full, kTileBytes);
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int member = lane + kWarp * i;
-                if (member < queries_per_tile)
-                    cp_async_bulk(smem_address(shared.queries[tiles.stage]) + member * member_bytes,
-                                  packed_q + int64_t{next[i] >> 5} * member_bytes, member_bytes, full);
-            }
-            tiles.advance();
-            ask_members(tile + 1);
-        }
-        if constexpr (kPages == 2) {
-            mbarrier_wait(smem_address(&shared.full[ring.stage]), ring.phase);
-            release_page();
-        }
-    }
-}
 
 using Fragment = uint32_t[4];
 
