@@ -82,7 +82,7 @@ void prepare_page_union(const py::dict& arguments, uintptr_t stream_address) {
     READ(cu_seqlens_q), READ(seqused_k), READ(page_table), READ(page_table_stride), READ(v_cache);
     READ(v_stride_page), READ(v_stride_token), READ(v_stride_head), READ(num_kv_heads), READ(batch_size);
     READ(max_pages), READ(max_packed), READ(packed_slots), READ(packed_v), READ(counters);
-    check(launch_pack_values(params, stream), "prepare_page_union (packed V)");
+    check(launch_pack_values(params, false, stream), "prepare_page_union (packed V)");
 }
 
 PageUnionParams read_page_union(const py::dict& arguments) {

@@ -4,6 +4,7 @@
 
 #include "prepare/device.cuh"
 #include "prepare/prepare.hpp"
+#include "primitives/launch.cuh"
 
 namespace pageweaver {
 
@@ -92,35 +93,47 @@ __device__ inline void claim_place(const PrepareParams& p, int64_t index) {
         *place = atomicAdd(&p.counters[kPackedCount], 1);
 }
 
-// Writes the union of a group of `slots` slots; page_of(slot, column) is a page or -1. `scratch` holds
-// union_words(p) words of this warp, the bitmap of the union's pages first; that is left there.
+// All threads of a CTA have claimed what its queries selected: pack_values may start, and what it reads
+// without waiting for this kernel to end is in memory.
+__device__ inline void pages_are_claimed() {
+    __threadfence();
+    __syncthreads();
+    grid_dependency_launch();
+}
+
+// What a warp keeps of a group in shared memory, union_words(p) words of `scratch`.
+struct UnionScratch {
+    uint32_t *bitmap, *prefix, *masks;  // of the request's pages; of ones before each word; of each rank
+    int* edge_pages;                    // the page of each (slot, column), or -1
+    int page_words, mask_total;
+
+    __device__ UnionScratch(const PrepareParams& p, uint32_t* scratch)
+        : page_words((p.max_pages + 31) / 32), mask_total(p.max_union * p.mask_words) {
+        bitmap = scratch;
+        prefix = bitmap + page_words;
+        masks = prefix + page_words;
+        edge_pages = reinterpret_cast<int*>(masks + mask_total);
+    }
+};
+
+// The slot of an edge, slot * topk + column; 24 bits of 1 / topk divide any number of edges.
+struct SlotOf {
+    uint32_t reciprocal;
+    __device__ explicit SlotOf(int topk) : reciprocal((1u << 24) / topk + 1) {}
+    __device__ int operator()(int edge) const { return static_cast<int>(__umulhi(edge << 8, reciprocal)); }
+};
+
+// Reads the pages of a group of `slots` slots and makes the bitmap of their union; page_of(slot, column) is a
+// page or -1. Code of these two functions is short on purpose, loops are not unrolled: a warp runs it once.
 template <typename PageOf>
-__device__ void build_union(const PrepareParams& p, int head, int group, int slots, uint32_t* scratch,
-                            const PageOf& page_of) {
+__device__ void collect_pages(const PrepareParams& p, int slots, uint32_t* scratch, const PageOf& page_of) {
     constexpr int kLoads = 4;  // in flight
-    const int lane = threadIdx.x % kWarp;
-    const int page_words = (p.max_pages + 31) / 32;
-    const int mask_total = p.max_union * p.mask_words;
-    uint32_t* const bitmap = scratch;
-    uint32_t* const prefix = bitmap + page_words;
-    uint32_t* const masks = prefix + page_words;
-    int* const edge_pages = reinterpret_cast<int*>(masks + mask_total);
-    const int64_t unit = int64_t{head} * p.max_groups + group;
-    int32_t* const pages_out = p.union_pages + unit * p.max_union;
-    uint32_t* const masks_out = p.union_masks + unit * mask_total;
-
-    // The code is short on purpose, loops are not unrolled: a warp runs it once, and what it waits for is
-    // its next instruction.
+    const int lane = threadIdx.x % kWarp, edges = slots * p.topk;
+    const UnionScratch shared(p, scratch);
+    const SlotOf slot_of(p.topk);
 #pragma unroll 1
-    for (int w = lane; w < page_words; w += kWarp) bitmap[w] = 0;
-#pragma unroll 1
-    for (int i = lane; i < mask_total; i += kWarp) masks[i] = 0;
+    for (int w = lane; w < shared.page_words; w += kWarp) shared.bitmap[w] = 0;
     __syncwarp();
-
-    // An edge is a slot and a column, slot * topk + column; 24 bits of 1 / topk divide any number of edges.
-    const int edges = slots * p.topk;
-    const uint32_t reciprocal = (1u << 24) / p.topk + 1;
-    const auto slot_of = [&](int edge) { return static_cast<int>(__umulhi(edge << 8, reciprocal)); };
 #pragma unroll 1
     for (int base = 0; base < edges; base += kLoads * kWarp) {
         int loaded[kLoads];
@@ -131,18 +144,33 @@ __device__ void build_union(const PrepareParams& p, int head, int group, int slo
         }
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-            if (const int edge = base + i * kWarp + lane; edge < edges) edge_pages[edge] = loaded[i];
-            if (loaded[i] >= 0) atomicOr(&bitmap[loaded[i] / 32], 1u << (loaded[i] % 32));
+            if (const int edge = base + i * kWarp + lane; edge < edges) shared.edge_pages[edge] = loaded[i];
+            if (loaded[i] >= 0) atomicOr(&shared.bitmap[loaded[i] / 32], 1u << (loaded[i] % 32));
         }
     }
     __syncwarp();
+}
+
+// Writes the union of the group whose pages the warp has collected.
+__device__ inline void write_union(const PrepareParams& p, int head, int group, int slots,
+                                   uint32_t* scratch) {
+    const int lane = threadIdx.x % kWarp, edges = slots * p.topk;
+    const UnionScratch shared(p, scratch);
+    const SlotOf slot_of(p.topk);
+    uint32_t* const masks = shared.masks;
+    const int mask_total = shared.mask_total;
+    const int64_t unit = int64_t{head} * p.max_groups + group;
+    int32_t* const pages_out = p.union_pages + unit * p.max_union;
+    uint32_t* const masks_out = p.union_masks + unit * mask_total;
+#pragma unroll 1
+    for (int i = lane; i < mask_total; i += kWarp) masks[i] = 0;
     int count = 0;
 #pragma unroll 1
-    for (int base = 0; base < page_words; base += kWarp) {
+    for (int base = 0; base < shared.page_words; base += kWarp) {
         const int word = base + lane;
-        const int ones = word < page_words ? __popc(bitmap[word]) : 0;
+        const int ones = word < shared.page_words ? __popc(shared.bitmap[word]) : 0;
         const int inclusive = warp_inclusive_sum(ones, lane);
-        if (word < page_words) prefix[word] = count + inclusive - ones;
+        if (word < shared.page_words) shared.prefix[word] = count + inclusive - ones;
         count += __shfl_sync(kAllLanes, inclusive, kWarp - 1);
     }
     __syncwarp();
@@ -150,9 +178,10 @@ __device__ void build_union(const PrepareParams& p, int head, int group, int slo
     // Write pages at their ranks; queries that share a page write the same.
 #pragma unroll 1
     for (int edge = lane; edge < edges; edge += kWarp) {
-        const int page = edge_pages[edge];
+        const int page = shared.edge_pages[edge];
         if (page < 0) continue;
-        const int rank = prefix[page / 32] + __popc(bitmap[page / 32] & ((1u << (page % 32)) - 1));
+        const int rank =
+            shared.prefix[page / 32] + __popc(shared.bitmap[page / 32] & ((1u << (page % 32)) - 1));
         const int slot = slot_of(edge);
         atomicOr(&masks[rank * p.mask_words + slot / 32], 1u << (slot % 32));
         pages_out[rank] = page;

@@ -46,8 +46,8 @@ __device__ void order_units(const PrepareParams& p) {
     }
 }
 
-__global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p) {
-    grid_dependency_wait();
+__global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, bool is_claimed_early) {
+    if (!is_claimed_early || blockIdx.x < kOrderBlocks) grid_dependency_wait();
     if (blockIdx.x < kOrderBlocks) {
         order_units(p);
         return;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p) {
     __shared__ alignas(16) uint8_t tile[kPackedPageBytes];
     const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
     for (int64_t index = blockIdx.x - kOrderBlocks; index < slots; index += gridDim.x - kOrderBlocks) {
-        const int packed = p.packed_slots[index];
+        const int packed = __ldcg(p.packed_slots + index);  // written while this kernel was being started
         if (packed < 0) continue;
         const int page = static_cast<int>(index % p.max_pages);
         const int request = static_cast<int>(index / p.max_pages % p.batch_size);
@@ -99,10 +99,10 @@ __global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p) {
 
 }  // namespace
 
-cudaError_t launch_pack_values(const PrepareParams& p, cudaStream_t stream) {
+cudaError_t launch_pack_values(const PrepareParams& p, bool is_claimed_early, cudaStream_t stream) {
     const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
     const int64_t pages = p.max_packed == 0 ? 0 : slots < 132 * 8 ? slots : 132 * 8;
-    return launch_dependent(pack_values, 1, kOrderBlocks + pages, kThreads, 0, stream, p);
+    return launch_dependent(pack_values, 1, kOrderBlocks + pages, kThreads, 0, stream, p, is_claimed_early);
 }
 
 }  // namespace pageweaver

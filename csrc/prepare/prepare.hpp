@@ -59,6 +59,8 @@ struct PrepareParams {
 cudaError_t launch_prepare(const PrepareParams& params, cudaStream_t stream);
 
 // The last part of it alone: orders units and packs V^T of the pages that have a slot.
-cudaError_t launch_pack_values(const PrepareParams& params, cudaStream_t stream);
+// is_claimed_early: the kernel before lets this one start when all pages have their slots; they are then
+// packed while that kernel goes on.
+cudaError_t launch_pack_values(const PrepareParams& params, bool is_claimed_early, cudaStream_t stream);
 
 }  // namespace pageweaver

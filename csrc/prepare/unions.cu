@@ -77,25 +77,28 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
     grid_dependency_wait();
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     const int64_t unit = int64_t{blockIdx.x} * warps + warp, words = union_words(p);
+    uint32_t* const scratch = shared_words + warp * words;
     const int head = static_cast<int>(unit / p.max_groups), group = static_cast<int>(unit % p.max_groups);
     const bool exists = unit < int64_t{p.num_kv_heads} * p.max_groups;
     const bool is_live = exists && group < p.counters[kLiveGroups];
     if (exists && !is_live) clear_group(p, head, group, lane);
     if (lane == 0) first_places[warp] = -1;
+    int slots = 0;
     if (is_live) {
         const int request = request_of(p.group_starts, p.batch_size, group);
         const Span span = span_of(p, p.group_starts, request, group, p.queries_per_tile * p.tiles_per_group);
+        slots = span.last - span.first;
         if (head == 0 && lane == 0) note_group(p, group, request, span);
         if (lane == 0) first_places[warp] = (int64_t{head} * p.batch_size + request) * p.max_pages;
-        build_union(p, head, group, span.last - span.first, shared_words + warp * words,
-                    [&](int slot, int column) {
-                        const int at = span.first + slot;
-                        const int query = p.query_ids ? p.query_ids[int64_t{head} * p.total_q + at] : at;
-                        return visible_page(p, head, request, query, column);
-                    });
+        collect_pages(p, slots, scratch, [&](int slot, int column) {
+            const int at = span.first + slot;
+            const int query = p.query_ids ? p.query_ids[int64_t{head} * p.total_q + at] : at;
+            return visible_page(p, head, request, query, column);
+        });
     }
     __syncthreads();
-    // Neighbours are mostly of one request and share pages.
+    // Neighbours are mostly of one request and share pages. Bitmaps lie first in each warp's scratch.
+#pragma unroll 1
     for (int page = threadIdx.x; page < p.max_pages; page += blockDim.x) {
         int64_t claimed = -1;
         for (int w = 0; w < warps; ++w) {
@@ -107,6 +110,8 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
             }
         }
     }
+    pages_are_claimed();
+    if (is_live) write_union(p, head, group, slots, scratch);
 }
 
 cudaError_t launch_build_unions(const PrepareParams& p, cudaStream_t stream) {
@@ -138,7 +143,7 @@ cudaError_t launch_prepare(const PrepareParams& p, cudaStream_t stream) {
     cudaError_t error = cudaGetLastError();
     if (error == cudaSuccess)
         error = p.window > 0 ? launch_regroup(p, stream) : launch_build_unions(p, stream);
-    return error == cudaSuccess ? launch_pack_values(p, stream) : error;
+    return error == cudaSuccess ? launch_pack_values(p, true, stream) : error;
 }
 
 }  // namespace pageweaver

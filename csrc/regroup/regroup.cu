@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
                 write(std::false_type{});
         }
     }
-    __syncthreads();
+    pages_are_claimed();
 
     // Search
     const int tile = p.queries_per_tile, group_length = tile * p.tiles_per_group;
@@ -329,9 +329,11 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         if (group >= live_groups) break;  // only where boundaries pass total_q
         if (head == 0 && lane == 0)
             note_group(p, group, request, {span.first + first_slot, span.first + first_slot + slots});
-        build_union(p, head, group, slots, table + warp * union_words(p), [&](int slot, int column) {
+        uint32_t* const scratch = table + warp * union_words(p);
+        collect_pages(p, slots, scratch, [&](int slot, int column) {
             return pages[order[first_slot + slot] * kColumns + column];
         });
+        write_union(p, head, group, slots, scratch);
     }
 }
 
