@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,7 @@ def test_c45_nothing_grows(target: Target, pool: tuple[torch.Tensor, torch.Tenso
 
 
 def test_c45_graphs_come_and_go(target: Target, pool: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """200 graphs captured, replayed once and dropped leave nothing either."""
+    """200 graphs captured, replayed once and dropped leave no more than graphs of one copy."""
     problem = problem_of(pool, 50, 33)
     strategy = target.load(problem)
     if not strategy.capabilities["cuda"].graph_capturable:
@@ -165,14 +165,14 @@ def test_c45_graphs_come_and_go(target: Target, pool: tuple[torch.Tensor, torch.
     expected = out.clone()
     stream = torch.cuda.Stream()
 
-    def graphs(count: int) -> None:
+    def graphs(call: Callable[[], object], count: int) -> None:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(count):
                 # Without torch.cuda.graph, which collects garbage for each.
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin()
-                strategy(problem, out, lse, workspace)
+                call()
                 graph.capture_end()
                 out.fill_(torch.nan)
                 graph.replay()
@@ -182,8 +182,13 @@ def test_c45_graphs_come_and_go(target: Target, pool: tuple[torch.Tensor, torch.
         gc.collect()
         torch.cuda.synchronize()
 
-    graphs(GRAPHS // 4)
-    resident, allocated = resident_bytes(), torch.cuda.memory_allocated()
-    graphs(GRAPHS)
-    assert torch.cuda.memory_allocated() == allocated
-    assert resident_bytes() - resident <= GRAPH_BYTES
+    def growth(call: Callable[[], object]) -> int:
+        graphs(call, GRAPHS // 4)
+        resident, allocated = resident_bytes(), torch.cuda.memory_allocated()
+        graphs(call, GRAPHS)
+        assert torch.cuda.memory_allocated() == allocated
+        return resident_bytes() - resident
+
+    # The driver keeps about 49 KB of every graph, whatever it holds: what a copy leaves is not ours.
+    control = growth(lambda: out.copy_(expected))
+    assert growth(lambda: strategy(problem, out, lse, workspace)) - control <= GRAPH_BYTES
