@@ -192,6 +192,7 @@ class Strategy(ABC):
         TypeError, ValueError
             The backend does not support the cache's dtype, a size, or the arithmetic asked for.
         """
+        _check_kind("problem", problem, AttentionProblem)
         device = problem.device
         backend = self.backend or ("reference" if device.type == "cpu" else "cuda")
         if backend == "cuda" and device.type != "cuda":
@@ -221,7 +222,7 @@ class Strategy(ABC):
                 f"topk: got {problem.topk}, supported by {self.name} on {backend}: at most {able.max_topk}"
             )
         policies = able.arithmetics[problem.k_cache.dtype]
-        arithmetic = self.arithmetic or policies[0]
+        arithmetic = policies[0] if self.arithmetic is None else self.arithmetic
         if arithmetic not in policies:
             raise ValueError(
                 f"arithmetic: got {arithmetic!r}, supported by {self.name} on {backend}"
@@ -267,7 +268,9 @@ class Strategy(ABC):
 
         Earlier schedules in the workspace end here.
         """
-        workspace = workspace or self.workspace(problem)
+        if workspace is None:
+            workspace = self.workspace(problem)
+        _check_kind("workspace", workspace, Workspace)
         for buffer in workspace.buffers.values():
             # Buffers that a count never touches may lie on no device at all.
             if buffer.device not in (problem.device, torch.device("meta")):
@@ -336,6 +339,8 @@ class Strategy(ABC):
             The schedule is of another strategy, of other shapes, or overwritten by a later `prepare`; an
             output does not fit.
         """
+        _check_kind("problem", problem, AttentionProblem)
+        _check_kind("schedule", schedule, Schedule)
         if schedule.strategy != self.name or schedule.shape != shape_key(problem):
             raise ValueError(
                 f"schedule: got one of {schedule.strategy!r} for shapes {schedule.shape},"
@@ -351,17 +356,11 @@ class Strategy(ABC):
                 "schedule: got one whose workspace was prepared again, supported: the last one of a workspace"
                 " (keep a workspace for each schedule that is used later)"
             )
-        dtypes = (torch.bfloat16, torch.float32) if schedule.arithmetic == "float32" else (torch.bfloat16,)
+        _check_outputs(problem, schedule.arithmetic, out, lse)
         if out is None:
             # Who asks for float32 wants to see it.
-            out = torch.empty(problem.q.shape, dtype=dtypes[-1], device=problem.device)
-        _check_output("out", out, dtypes, tuple(problem.q.shape), problem.device)
-        if out.stride(-1) != 1:
-            raise ValueError(f"out.stride(-1): got {out.stride(-1)}, supported: 1 (other strides are free)")
-        if lse is not None:
-            _check_output(
-                "lse", lse, (torch.float32,), (problem.total_q, problem.num_qo_heads), problem.device
-            )
+            dtype = torch.float32 if schedule.arithmetic == "float32" else torch.bfloat16
+            out = torch.empty(problem.q.shape, dtype=dtype, device=problem.device)
         self._execute(problem, schedule, out, lse)
         return out
 
@@ -372,12 +371,31 @@ class Strategy(ABC):
         lse: torch.Tensor | None = None,
         workspace: Workspace | None = None,
     ) -> torch.Tensor:
-        """`prepare` then `execute`: the complete call."""
+        """`prepare` then `execute`: the complete call; outputs that do not fit are refused before both."""
+        if out is not None or lse is not None:
+            _check_outputs(problem, self.resolve(problem)[1], out, lse)
         return self.execute(problem, self.prepare(problem, workspace), out, lse)
 
     @abstractmethod
     def work(self, problem: AttentionProblem) -> WorkReport:
         """Count what the strategy would do for a problem (Eq. 3 and 4); may synchronise, for evaluation."""
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: got {type(value).__name__}, supported: {kind.__name__}")
+
+
+def _check_outputs(
+    problem: AttentionProblem, arithmetic: str, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> None:
+    if out is not None:
+        dtypes = (torch.bfloat16, torch.float32) if arithmetic == "float32" else (torch.bfloat16,)
+        _check_output("out", out, dtypes, tuple(problem.q.shape), problem.device)
+        if out.stride(-1) != 1:
+            raise ValueError(f"out.stride(-1): got {out.stride(-1)}, supported: 1 (other strides are free)")
+    if lse is not None:
+        _check_output("lse", lse, (torch.float32,), (problem.total_q, problem.num_qo_heads), problem.device)
 
 
 def _check_output(
@@ -394,6 +412,10 @@ def _check_output(
         raise ValueError(f"{name}.shape: got {tuple(tensor.shape)}, supported: {shape}")
     if tensor.device != device:
         raise ValueError(f"{name}.device: got {tensor.device}, supported: {device}, the device of q")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}.layout: got {tensor.layout}, supported: torch.strided")
+    if tensor.requires_grad:
+        raise ValueError(f"{name}.requires_grad: got True, supported: False (no gradient is computed)")
     extent = 1  # elements that the dimensions so far reach over, smallest stride first
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and tensor.numel() and stride < extent:
@@ -434,6 +456,6 @@ def load(name: str, **options: Any) -> Strategy:
     ValueError
         No such strategy; the supported names are listed.
     """
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"strategy: got {name!r}, supported: {available()}")
     return _REGISTRY[name](**options)

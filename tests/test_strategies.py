@@ -606,3 +606,48 @@ class TestSparsePrefill:
         result = Target("union8").run(problem)
         assert_empty(result[4:])
         assert (result.lse[:4] > -math.inf).any()
+
+
+@pytest.mark.parametrize("name", [n for n in pw.available() if not n.startswith("offline")])
+def test_a_bad_output_is_refused_before_any_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong outputs cost nothing: neither are queries grouped nor is a schedule in the workspace ended."""
+    strategy, problem = pw.load(name, backend="reference"), random_problem(seed=1)
+    workspace = strategy.workspace(problem)
+    good, rows = torch.empty_like(problem.q), torch.empty(problem.q.shape[:2])
+    bad: list[tuple[Any, Any, str]] = [
+        (good.float(), None, "out.dtype"),
+        (good[1:], None, "out.shape"),
+        (torch.empty_like(good, requires_grad=True), None, "out.requires_grad"),
+        (good.to_sparse(), None, "out.layout"),
+        (good, rows.bfloat16(), "lse.dtype"),
+        (good, rows.clone().requires_grad_(), "lse.requires_grad"),
+        ("x", None, "out"),
+    ]
+    for out, lse, argument in bad:
+        with pytest.raises((TypeError, ValueError), match=rf"^{re.escape(argument)}.*: got .*supported: "):
+            strategy(problem, out, lse, workspace)
+        assert workspace.prepared == 0
+
+
+@pytest.mark.parametrize("name", [n for n in pw.available() if not n.startswith("offline")])
+def test_arguments_of_another_kind_are_named(name: str) -> None:
+    strategy, problem = pw.load(name, backend="reference"), random_problem(seed=1)
+    wrong: Any
+    for wrong in (None, 5, "x", {}):
+        with pytest.raises(TypeError, match=r"^problem: got .*supported: AttentionProblem"):
+            strategy.prepare(wrong)
+        with pytest.raises(TypeError, match=r"^schedule: got .*supported: Schedule"):
+            strategy.execute(problem, wrong)
+    for wrong in (0, 5, {}, "x"):
+        with pytest.raises(TypeError, match=r"^workspace: got .*supported: Workspace"):
+            strategy.prepare(problem, wrong)
+    # Values that are false are no way to say "the default".
+    for wrong in ("", 0, False):
+        with pytest.raises(ValueError, match=r"^arithmetic: got .*supported by "):
+            pw.load(name, backend="reference", arithmetic=wrong)(problem)
+
+
+@pytest.mark.parametrize("name", [[], {}, None, 5])
+def test_a_strategy_name_of_any_kind_is_refused_by_name(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"^strategy: got .*supported: "):
+        pw.load(name)
