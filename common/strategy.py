@@ -278,8 +278,10 @@ class Strategy(ABC):
                     f"workspace: got buffers on {buffer.device}, supported: {problem.device}, the device of q"
                 )
         layout = self.workspace_layout(problem)
+        # A workspace that is too small raises here and leaves its last schedule in force.
+        views = {name: workspace.view(name, *spec) for name, spec in layout.items()}
         workspace.prepared += 1
-        return workspace, {name: workspace.view(name, *spec) for name, spec in layout.items()}
+        return workspace, views
 
     @abstractmethod
     def prepare(self, problem: AttentionProblem, workspace: Workspace | None = None) -> Schedule:
