@@ -41,7 +41,17 @@ class _Options:
     fp8_copy: bool = False
 
     def __post_init__(self) -> None:
-        load(self.strategy, backend=self.backend, arithmetic=self.arithmetic)
+        strategy = load(self.strategy, backend=self.backend, arithmetic=self.arithmetic)
+        if not isinstance(self.fp8_copy, bool):
+            raise TypeError(f"fp8_copy: got {type(self.fp8_copy).__name__}, supported: bool")
+        # A call would refuse the same, layers deep in a model.
+        backend, dtype = self.backend or "cuda", torch.float8_e4m3fn if self.fp8_copy else torch.bfloat16
+        policies = strategy.capabilities[backend].arithmetics.get(dtype, ())
+        if self.arithmetic is not None and self.arithmetic not in policies:
+            raise ValueError(
+                f"arithmetic: got {self.arithmetic!r}, supported by {self.strategy} on {backend}"
+                f" with fp8_copy={self.fp8_copy}: {policies}"
+            )
 
 
 # A plain global: torch.compile guards on it, so that another choice compiles anew.

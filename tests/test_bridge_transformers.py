@@ -311,6 +311,14 @@ def test_other_block_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"strategy": "union9"}, "strategy: got 'union9'"),
         ({"strategy": "offline_w512"}, "ids"),
         ({"backend": "cpu"}, "backend: got 'cpu'"),
+        ({"arithmetic": "fp9"}, "arithmetic: got 'fp9', supported by union8"),
+        ({"arithmetic": "split"}, "arithmetic: got 'split', supported by union8"),
+        (
+            {"arithmetic": "float32", "backend": "cuda"},
+            "arithmetic: got 'float32'",
+        ),
+        ({"arithmetic": "bf16", "fp8_copy": True, "backend": "cuda"}, "with fp8_copy=True: "),
+        ({"fp8_copy": "no"}, "fp8_copy: got str, supported: bool"),
     ],
 )
 def test_options_are_checked_when_registered(options: dict[str, Any], message: str) -> None:
