@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 COMMANDS = re.findall(r"^pageweaver ((?:bench )?\w+)", README, flags=re.MULTILINE)
-ROWS = ROOT / "results" / "h200" / "union.jsonl"
+ROWS = ROOT / "results" / "h200" / "operator.jsonl"
 
 
 def test_code_runs() -> None:

@@ -174,7 +174,8 @@ def test_committed_rows_make_a_page_that_stands_alone() -> None:
     assert all(source.startswith("data:image/png;base64,") for source in seen.sources)
     assert all(link.startswith("#") for link in seen.links)
     assert not re.search(r"(src|href)=\"(?!data:|#)|url\(|@import|<script", page.html)
-    assert len(seen.sources) == len(page.plots) == 3
+    assert set(page.plots) == {f"union-{name}.png" for name in ("calls", "work", "savings", "roofline")}
+    assert len(seen.sources) == len(page.plots)
     assert all(data.startswith(PNG) for data in page.plots.values())
     # Every complete call of the rows, to the digits shown.
     shown = {(row[0], cell) for row in seen.cells for cell in row[2:]}
@@ -342,8 +343,8 @@ def test_command(online: Path, tmp_path: Path) -> None:
     words = ["report", str(UNION), str(online), "--output", str(tmp_path / "out")]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    assert f"Wrote {tmp_path / 'out' / 'report.html'} and 7 plots." in result.output
-    assert len(list((tmp_path / "out").iterdir())) == 8
+    assert f"Wrote {tmp_path / 'out' / 'report.html'} and 8 plots." in result.output
+    assert len(list((tmp_path / "out").iterdir())) == 9
     table = CliRunner().invoke(app, ["report", str(online), "--readme", "--strategies", "union4,union8"])
     assert table.output == measured_table(lines(online), ["union4", "union8"]) + "\n"
     refused = CliRunner().invoke(
