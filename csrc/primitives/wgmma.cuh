@@ -40,11 +40,14 @@ __device__ __forceinline__ void discard_registers(float (&registers)[kCount]) {
 }
 
 // Shared-memory descriptor of a K-major operand with the 128-byte swizzle: 8 rows of 128 bytes every 1024
-// bytes. The address must lie on a 1024-byte boundary plus a multiple of 32 bytes below 128 (a step along K).
+// bytes. The address, in units of 16 bytes, is a multiple of 64 plus one of 2 below 8 (a step along K).
+__device__ __forceinline__ uint64_t wgmma_descriptor_at(uint32_t sixteenths) {
+    constexpr uint64_t kStride = uint64_t{1024 >> 4} << 32, kSwizzle128 = uint64_t{1} << 62;
+    constexpr uint32_t kLeading = 1u << 16;
+    return kSwizzle128 | kStride | (kLeading + sixteenths);
+}
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
-    constexpr uint64_t kStride = uint64_t{1024 >> 4} << 32, kLeading = uint64_t{1} << 16;
-    constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-    return kSwizzle128 | kStride | kLeading | ((address & 0x3FFFF) >> 4);
+    return wgmma_descriptor_at((address & 0x3FFFF) >> 4);
 }
 
 // The same of an MN-major BF16 operand: 64 columns are 128 bytes, 8 rows of K lie in 1024 bytes, the next 64
@@ -127,6 +130,25 @@ __device__ __forceinline__ void wgmma_m64n64k32_rs(float (&acc)[32], const uint3
           "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]),
           "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]),
           "+f"(acc[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// The same with B [72 x 32]: columns 64 to 71 go to `more`.
+__device__ __forceinline__ void wgmma_m64n72k32_rs(float (&acc)[32], float (&more)[4], const uint32_t (&a)[4],
+                                                   uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %41, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "
+        "%35}, "
+        "{%36, %37, %38, %39}, %40, p, 1, 1;\n}"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]),
+          "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]),
+          "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]),
+          "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]),
+          "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]),
+          "+f"(acc[31]), "+f"(more[0]), "+f"(more[1]), "+f"(more[2]), "+f"(more[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 

@@ -3,6 +3,8 @@
 
 #include <cuda_bf16.h>
 
+#include <type_traits>
+
 #include "primitives/fp8.cuh"
 #include "primitives/wgmma.cuh"
 #include "union_attention/pipeline.cuh"
@@ -20,6 +22,18 @@ __device__ __forceinline__ const Fragment& fragment(const uint32_t (&registers)[
     return *reinterpret_cast<const Fragment*>(&registers[4 * k]);
 }
 
+// Calls body(has_low, has_high), both of them compile-time, for whichever of a warp's two halves of rows are
+// members; not at all where neither is.
+template <typename Body>
+__device__ __forceinline__ void for_members(const bool (&is_member)[2], const Body& body) {
+    if (is_member[0] && is_member[1])
+        body(std::true_type{}, std::true_type{});
+    else if (is_member[0])
+        body(std::true_type{}, std::false_type{});
+    else if (is_member[1])
+        body(std::false_type{}, std::true_type{});
+}
+
 // The consumer warpgroup: the whole life of one tile.
 template <bool kIsCluster, bool kIsSplit>
 __device__ void consume(const UnionParams& p, SharedMemory<kIsSplit>& shared, const Tile& tile) {
@@ -28,8 +42,9 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsSplit>& shared, co
 
     // Rows of a warp are read by that warp alone, here and in the tensor core.
     const float row_factor = quantize_rows<kIsSplit>(p, shared.q[0], shared.positions, tile, warp, lane);
-    const float factor0 = __shfl_sync(kAllLanes, row_factor, 2 * row_low);
-    const float factor1 = __shfl_sync(kAllLanes, row_factor, 2 * (row_low + 8));
+    // A thread has two rows, one in each half of its warp's: [0] is row_low, [1] row_low + 8.
+    const float factor[2] = {__shfl_sync(kAllLanes, row_factor, 2 * row_low),
+                             __shfl_sync(kAllLanes, row_factor, 2 * (row_low + 8))};
     // Q as A fragments: it stays in registers for the whole tile and costs no shared-memory bandwidth. Split
     // arithmetic needs these registers for its probabilities and multiplies Q from shared memory.
     uint32_t q_fragments[16];
@@ -45,23 +60,38 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsSplit>& shared, co
                 *reinterpret_cast<const uint32_t*>(shared.q[0] + row * kHeadDim + chunk * 16 + 4 * quad);
         }
     }
-    const int warp_slot = 16 * warp >> p.group_shift;
-    const uint32_t all_members = (1u << (16 >> p.group_shift)) - 1;
-    // Pages that end before the warp's lowest position need no mask.
-    const int low_position = __reduce_min_sync(kAllLanes, shared.positions[16 * warp + lane % 16]);
+    // The queries of each half of rows, and their lowest position: pages that end before need no mask.
+    // (Shuffled, or the compiler would compute it again and again to save a register.)
+    const uint32_t all_members =
+        __shfl_sync(kAllLanes, p.group_shift > 3 ? 1u : (1u << (8 >> p.group_shift)) - 1, 0);
+    const int low_position[2] = {__reduce_min_sync(kAllLanes, shared.positions[16 * warp + lane % 8]),
+                                 __reduce_min_sync(kAllLanes, shared.positions[16 * warp + 8 + lane % 8])};
+
+    // Bits of a maximum from which on it is not plainly positive and small: negative, huge, NaN.
+    const uint32_t limit_bits[2] = {__float_as_uint(kLargeLogit * 0.999f / factor[0]),
+                                    __float_as_uint(kLargeLogit * 0.999f / factor[1])};
+    uint32_t zero;  // which the compiler does not know to be that
+    asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
 
     constexpr int kParts = kIsSplit ? 2 : 1;
     // Output columns 0 to 63 and 64 to 127; one half of a page's PV.
     float acc_low[32], acc_high[32], product[32], sums[4], scores[64];
     uint32_t probabilities[kParts][16];  // high parts, then low parts
-    float max0 = -INFINITY, max1 = -INFINITY, total0 = 0.0f, total1 = 0.0f;
-    float rescale0 = 1.0f, rescale1 = 1.0f;
-    bool member = false, key_ready = false, value_ready = false;
-    Ring key_ring, value_ring;
+    float maximum[2] = {-INFINITY, -INFINITY}, total[2] = {}, rescale[2];
+    bool is_member[2] = {}, key_ready = false, value_ready = false;
+    KeyRing key_ring;
+    ValueRing<kIsSplit> value_ring;
 
+    // Where the rings begin, in units of 16 bytes.
+    const uint32_t keys = smem_address(shared.keys[0]) >> 4,
+                   values = smem_address(shared.values[0].page) >> 4;
+
+    // Scores of the next page, and who selected it: known long before they are there.
+    uint32_t members = 0;
+    int page_start = 0;
     const auto issue_qk = [&] {
         if (!key_ready) mbarrier_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
-        const uint64_t operand = wgmma_descriptor(smem_address(shared.keys[key_ring.stage]));
+        const uint64_t operand = wgmma_descriptor_at(keys + key_ring.stage * (kPageBytes >> 4));
         discard_registers(scores);
         wgmma_fence();
         if constexpr (kIsSplit) {
@@ -77,165 +107,198 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsSplit>& shared, co
                 wgmma_m64n128k32_rs(scores, fragment(q_fragments, k), operand + 2 * k, k > 0);
         }
         wgmma_commit_group();
+        const PageMeta& meta = shared.meta[key_ring.stage];
+        members = reinterpret_cast<const uint16_t*>(&meta.members)[warp];
+        page_start = meta.start;
     };
-    const auto issue_pv = [&](int first_row) {
-        const uint64_t operand =
-            wgmma_descriptor(smem_address(shared.values[value_ring.stage] + first_row * kPageSize));
+    // One half of a page's PV, output columns 64 to 127 first: below these lie the ones, and their product is
+    // the row sums of the rounded probabilities.
+    const auto issue_pv = [&](auto is_first) {
+        constexpr bool kIsFirst = decltype(is_first)::value;
+        const uint64_t operand = wgmma_descriptor_at(values + value_ring.stage * (sizeof(ValueSlot) >> 4) +
+                                                     kIsFirst * (kPageBytes >> 5));
         discard_registers(product);
+        if constexpr (kIsFirst) discard_registers(sums);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kParts * kPageSize / 32; ++k)
-            wgmma_m64n64k32_rs(product, fragment(probabilities[kParts - 1 - k / 4], k % 4),
-                               operand + 2 * (k % 4), k > 0);
+        for (int k = 0; k < kParts * kPageSize / 32; ++k) {
+            const Fragment& part = fragment(probabilities[kParts - 1 - k / 4], k % 4);
+            if constexpr (kIsFirst)
+                wgmma_m64n72k32_rs(product, sums, part, operand + 2 * (k % 4), k > 0);
+            else
+                wgmma_m64n64k32_rs(product, part, operand + 2 * (k % 4), k > 0);
+        }
         wgmma_commit_group();
     };
-    // The low half brings the row sums of the rounded probabilities along, as their product with a column of
-    // ones.
-    const auto issue_pv_low = [&] {
+    const auto begin_pv = [&] {
         if (!value_ready) mbarrier_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
-        const uint64_t ones = wgmma_descriptor_plain(smem_address(shared.ones));
-        discard_registers(sums);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kParts * kPageSize / 32; ++k)
-            wgmma_m64n8k32_rs(sums, fragment(probabilities[kParts - 1 - k / 4], k % 4), ones, k > 0);
-        issue_pv(0);
+        issue_pv(std::true_type{});
     };
-    // O = O * rescale + PV. A warp without a member has PV = 0 and leaves O alone.
+    // O = O * rescale + PV. A half without a member has PV = 0 and leaves O alone.
     const auto add_product = [&](float (&acc)[32]) {
         fence_registers(product);
-        if (!member) return;
+        for_members(is_member, [&](auto... has) {
+            constexpr bool kHas[2] = {decltype(has)::value...};
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            acc[4 * k] = fmaf(acc[4 * k], rescale0, product[4 * k]);
-            acc[4 * k + 1] = fmaf(acc[4 * k + 1], rescale0, product[4 * k + 1]);
-            acc[4 * k + 2] = fmaf(acc[4 * k + 2], rescale1, product[4 * k + 2]);
-            acc[4 * k + 3] = fmaf(acc[4 * k + 3], rescale1, product[4 * k + 3]);
-        }
+            for (int i = 0; i < 32; ++i)
+                if (kHas[i / 2 % 2]) acc[i] = fmaf(acc[i], rescale[i / 2 % 2], product[i]);
+        });
     };
-    const auto add_low = [&] {
+    const auto add_high = [&] {
         fence_registers(sums);
-        add_product(acc_low);
-        if (member) {
-            total0 = fmaf(total0, rescale0, sums[0]);
-            total1 = fmaf(total1, rescale1, sums[2]);
-        }
+        add_product(acc_high);
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            if (is_member[h]) total[h] = fmaf(total[h], rescale[h], sums[2 * h]);
     };
     const auto finish_pv = [&] {
         wgmma_wait_group<0>();
-        add_product(acc_high);
+        add_product(acc_low);
         __syncwarp();
         if (lane == 0) release<kIsCluster>(shared.empty_value[value_ring.stage]);
         value_ring.advance();
     };
 
-    // Scores to probabilities for one page; `before_exp` runs between the maximum and the exponentials.
+    // Scores to probabilities for one page; `before_exp` runs between the maxima and the exponentials.
     const auto softmax = [&](auto before_exp) {
         fence_registers(scores);
-        const uint32_t members =
-            static_cast<uint32_t>(shared.meta[key_ring.stage].mask >> warp_slot) & all_members;
-        const int page_start = shared.meta[key_ring.stage].page * kPageSize;
-        __syncwarp();
-        if (lane == 0) release<kIsCluster>(shared.empty_key[key_ring.stage]);
-        key_ring.advance();
-
-        float high0 = max0, high1 = max1;
-        if (members) {
-            if (page_start + kPageSize - 1 > low_position || members != all_members) {
-                // The last visible column of each row, -1 where the row's query is no member.
-                const auto limit = [&](int row) {
-                    const bool selected = members >> (row >> p.group_shift) & 1;
-                    return selected ? shared.positions[16 * warp + row] - page_start : -1;
-                };
-                const int limit0 = limit(row_low), limit1 = limit(row_low + 8);
+        const uint32_t half_members[2] = {members & 0xff, members >> 8};
+        const bool will_be_member[2] = {half_members[0] != 0, half_members[1] != 0};
+        float base[2], next_rescale[2];
+        for_members(will_be_member, [&](auto... has) {
+            constexpr bool kHas[2] = {decltype(has)::value...};
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                if (!kHas[h] ||
+                    (page_start + kPageSize - 1 <= low_position[h] && half_members[h] == all_members))
+                    continue;
+                // The last visible column of the row, -1 where the row's query is no member.
+                const int row = 16 * warp + row_low + 8 * h;
+                const bool selected = half_members[h] >> (row_low >> p.group_shift) & 1;
+                const int limit = selected ? shared.positions[row] - page_start : -1;
 #pragma unroll
                 for (int k = 0; k < 16; ++k) {
                     const int column = 8 * k + 2 * quad;
-                    if (column > limit0) scores[4 * k] = -INFINITY;
-                    if (column + 1 > limit0) scores[4 * k + 1] = -INFINITY;
-                    if (column > limit1) scores[4 * k + 2] = -INFINITY;
-                    if (column + 1 > limit1) scores[4 * k + 3] = -INFINITY;
+                    if (column > limit) scores[4 * k + 2 * h] = -INFINITY;
+                    if (column + 1 > limit) scores[4 * k + 2 * h + 1] = -INFINITY;
                 }
             }
-            // Two chains a row keep the maximum's latency short.
-            float low0 = scores[1], low1 = scores[3];
-            high0 = fmaxf(high0, scores[0]), high1 = fmaxf(high1, scores[2]);
+            // Positive floats are in the order of their bits, and any of them is above all negative ones: the
+            // maximum of three integers is one instruction. Two chains a row keep its latency short.
+            float top[2], subtracted[2], offset[2];
+            bool is_rare = false;
+            const auto extreme = [&](int h, auto of_three) {
+                int chains[2] = {__float_as_int(maximum[h]), __float_as_int(scores[2 * h])};
 #pragma unroll
-            for (int k = 1; k < 16; ++k) {
-                high0 = fmaxf(high0, scores[4 * k]);
-                low0 = fmaxf(low0, scores[4 * k + 1]);
-                high1 = fmaxf(high1, scores[4 * k + 2]);
-                low1 = fmaxf(low1, scores[4 * k + 3]);
+                for (int k = 0; k < 16; ++k) {
+                    const float* const pair = &scores[4 * k + 2 * h];
+                    chains[k % 2] = of_three(chains[k % 2], __float_as_int(pair[0]), __float_as_int(pair[1]));
+                }
+                return of_three(chains[0], chains[1], chains[1]);
+            };
+            const auto over_quad = [&](int value, auto of_three) {
+                const int other = __shfl_xor_sync(kAllLanes, value, 1);
+                value = of_three(value, other, other);
+                const int last = __shfl_xor_sync(kAllLanes, value, 2);
+                return of_three(value, last, last);
+            };
+            const auto max3 = [](int a, int b, int c) { return __vimax3_s32(a, b, c); };
+            const auto min3 = [](int a, int b, int c) { return __vimin3_s32(a, b, c); };
+            int bits[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (kHas[h]) bits[h] = extreme(h, max3);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                if (!kHas[h]) continue;
+                bits[h] = over_quad(bits[h], max3);
+                top[h] = subtracted[h] = offset[h] = __int_as_float(bits[h]);
+                is_rare |= static_cast<uint32_t>(bits[h]) >= limit_bits[h];
             }
-            high0 = fmaxf(high0, low0);
-            high1 = fmaxf(high1, low1);
-            high0 = fmaxf(high0, __shfl_xor_sync(kAllLanes, high0, 1));
-            high1 = fmaxf(high1, __shfl_xor_sync(kAllLanes, high1, 1));
-            high0 = fmaxf(high0, __shfl_xor_sync(kAllLanes, high0, 2));
-            high1 = fmaxf(high1, __shfl_xor_sync(kAllLanes, high1, 2));
-        }
+            if (__any_sync(kAllLanes, is_rare)) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    if (!kHas[h]) continue;
+                    // Nothing but negative floats: the highest is the lowest integer.
+                    const int lowest = over_quad(extreme(h, min3), min3);
+                    if (bits[h] < 0) top[h] = __int_as_float(lowest);
+                    // A row that has seen nothing yet subtracts 0: -inf - -inf would be NaN.
+                    subtracted[h] = top[h] == -INFINITY ? 0.0f : top[h];
+                    // Logits so large that a maximum's rounding shows in an exponential: subtract before
+                    // multiplying.
+                    const bool is_large = fabsf(subtracted[h]) * factor[h] > kLargeLogit;
+                    offset[h] = is_large ? 0.0f : subtracted[h];
+#pragma unroll
+                    for (int i = 0; i < 64; ++i)
+                        if (i / 2 % 2 == h && is_large) scores[i] -= subtracted[h];
+                }
+            }
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                if (!kHas[h]) continue;
+                next_rescale[h] = ex2_approx((maximum[h] - subtracted[h]) * factor[h]);
+                maximum[h] = top[h];
+                base[h] = fmaf(-offset[h], factor[h], kPScaleLog2);
+            }
+        });
+        __syncwarp();
+        if (lane == 0) release<kIsCluster>(shared.empty_key[key_ring.stage]);
+        key_ring.advance();
 
         before_exp();
         // Asked now, answered when the exponentials are done.
         key_ready = mbarrier_test_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
         value_ready =
             mbarrier_test_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
-        member = members != 0;
-        if (member) {
-            // A row that has seen nothing yet subtracts 0: -inf - -inf would be NaN.
-            const float top0 = high0 == -INFINITY ? 0.0f : high0, top1 = high1 == -INFINITY ? 0.0f : high1;
-            rescale0 = ex2_approx((max0 - top0) * factor0);
-            rescale1 = ex2_approx((max1 - top1) * factor1);
-            max0 = high0;
-            max1 = high1;
-            // Logits so large that a maximum's rounding shows in an exponential: subtract before multiplying.
-            const bool large0 = fabsf(top0) * factor0 > kLargeLogit,
-                       large1 = fabsf(top1) * factor1 > kLargeLogit;
-            if (__any_sync(kAllLanes, large0 || large1)) {
 #pragma unroll
-                for (int k = 0; k < 16; ++k) {
-                    scores[4 * k] -= large0 ? top0 : 0.0f;
-                    scores[4 * k + 1] -= large0 ? top0 : 0.0f;
-                    scores[4 * k + 2] -= large1 ? top1 : 0.0f;
-                    scores[4 * k + 3] -= large1 ? top1 : 0.0f;
-                }
-            }
-            const float base0 = large0 ? kPScaleLog2 : fmaf(-top0, factor0, kPScaleLog2);
-            const float base1 = large1 ? kPScaleLog2 : fmaf(-top1, factor1, kPScaleLog2);
+        for (int h = 0; h < 2; ++h) {
+            is_member[h] = will_be_member[h];
+            if (is_member[h]) continue;
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                float e[8];
+            for (int part = 0; part < kParts; ++part)
 #pragma unroll
-                for (int j = 0; j < 8; ++j)
-                    e[j] = ex2_approx(j % 4 < 2 ? fmaf(scores[8 * k + j], factor0, base0)
-                                                : fmaf(scores[8 * k + j], factor1, base1));
-                if constexpr (kIsSplit) {
-                    float high[8];
-#pragma unroll
-                    for (int j = 0; j < 8; ++j) {
-                        high[j] = round_to_e4m3(e[j]);
-                        e[j] -= high[j];
-                    }
-                    probabilities[0][2 * k] = cvt_e4m3x4(high[0], high[1], high[4], high[5]);
-                    probabilities[0][2 * k + 1] = cvt_e4m3x4(high[2], high[3], high[6], high[7]);
-                }
-                probabilities[kParts - 1][2 * k] = cvt_e4m3x4(e[0], e[1], e[4], e[5]);
-                probabilities[kParts - 1][2 * k + 1] = cvt_e4m3x4(e[2], e[3], e[6], e[7]);
-            }
-        } else {
-#pragma unroll
-            for (int k = 0; k < 16; ++k) probabilities[0][k] = probabilities[kParts - 1][k] = 0;
+                for (int k = 0; k < 8; ++k) probabilities[part][2 * k + h] = 0;
         }
+        for_members(is_member, [&](auto... has) {
+            constexpr bool kHas[2] = {decltype(has)::value...};
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (kHas[h]) rescale[h] = next_rescale[h];
+#pragma unroll
+            for (int k = 0; k < 8; ++k)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    if (!kHas[h]) continue;
+                    float e[4];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                        e[j] =
+                            ex2_approx(fmaf(scores[8 * k + j / 2 * 4 + 2 * h + j % 2], factor[h], base[h]));
+                    // The next multiplications wait for an exponential of these: else all 64 go first, and
+                    // the unit that computes exponentials, the slower one, stands still meanwhile.
+                    base[h] = __uint_as_float(__float_as_uint(base[h]) | (__float_as_uint(e[0]) & zero));
+                    if constexpr (kIsSplit) {
+                        float high[4];
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) {
+                            high[j] = round_to_e4m3(e[j]);
+                            e[j] -= high[j];
+                        }
+                        probabilities[0][2 * k + h] = cvt_e4m3x4(high[0], high[1], high[2], high[3]);
+                    }
+                    probabilities[kParts - 1][2 * k + h] = cvt_e4m3x4(e[0], e[1], e[2], e[3]);
+                }
+        });
     };
 
     const int rounds = p.tile_counts[tile.unit * p.tiles_per_group + tile.index];
 #pragma unroll
     for (int k = 0; k < 32; ++k) acc_low[k] = acc_high[k] = 0.0f;
     const auto multiply_values = [&] {
-        issue_pv_low();
+        begin_pv();
         wgmma_wait_group<0>();
-        add_low();
-        issue_pv(kHeadDim / 2);
+        add_high();
+        issue_pv(std::false_type{});
         finish_pv();
     };
     if constexpr (kIsCluster) {
@@ -244,7 +307,7 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsSplit>& shared, co
         const int count = p.union_counts[tile.unit];
         for (int place = 0; place < count; ++place) {
             mbarrier_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
-            if (shared.meta[key_ring.stage].mask != 0) {
+            if (shared.meta[key_ring.stage].members != 0) {
                 key_ready = true;
                 issue_qk();
                 wgmma_wait_group<0>();
@@ -266,11 +329,11 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsSplit>& shared, co
         wgmma_wait_group<0>();
         softmax([] {});
         for (int j = 1; j < rounds; ++j) {
-            issue_pv_low();
+            begin_pv();
             issue_qk();
             wgmma_wait_group<1>();
-            add_low();
-            issue_pv(kHeadDim / 2);
+            add_high();
+            issue_pv(std::false_type{});
             wgmma_wait_group<1>();
             softmax(finish_pv);
         }
@@ -279,27 +342,27 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsSplit>& shared, co
 
     // Normalise and store to the original rows.
     const float v_scale = p.v_scale_pointer ? *p.v_scale_pointer : p.v_scale;
-    const auto store_row = [&](int row, float total, float high, float factor, int offset) {
-        const int slot = row >> p.group_shift;
-        if (slot >= tile.live_queries) return;
-        const int64_t query = query_of(p, tile, slot);
-        const int64_t qo_head = qo_head_of(p, tile, row);
-        const float scale = total == 0.0f ? 0.0f : v_scale / total;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int head_row = head_row_of(16 * warp + row_low + 8 * h), slot = head_row >> p.group_shift;
+        if (slot >= tile.live_queries) continue;
+        const int64_t query = query_of(p, tile, slot), qo_head = qo_head_of(p, tile, head_row);
+        const float scale = total[h] == 0.0f ? 0.0f : v_scale / total[h];
         __nv_bfloat16* target = static_cast<__nv_bfloat16*>(p.out) + query * p.out_stride_row +
                                 qo_head * p.out_stride_head + 2 * quad;
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
+            const int i = 4 * k + 2 * h;
             *reinterpret_cast<__nv_bfloat162*>(target + 8 * k) =
-                __floats2bfloat162_rn(acc_low[4 * k + offset] * scale, acc_low[4 * k + offset + 1] * scale);
+                __floats2bfloat162_rn(acc_low[i] * scale, acc_low[i + 1] * scale);
             *reinterpret_cast<__nv_bfloat162*>(target + kHeadDim / 2 + 8 * k) =
-                __floats2bfloat162_rn(acc_high[4 * k + offset] * scale, acc_high[4 * k + offset + 1] * scale);
+                __floats2bfloat162_rn(acc_high[i] * scale, acc_high[i + 1] * scale);
         }
         if (p.lse && quad == 0)
             p.lse[query * p.lse_stride_row + qo_head * p.lse_stride_head] =
-                total == 0.0f ? -INFINITY : (high * factor + log2f(total) - kPScaleLog2) * kLn2;
-    };
-    store_row(16 * warp + row_low, total0, max0, factor0, 0);
-    store_row(16 * warp + row_low + 8, total1, max1, factor1, 2);
+                total[h] == 0.0f ? -INFINITY
+                                 : (maximum[h] * factor[h] + log2f(total[h]) - kPScaleLog2) * kLn2;
+    }
 }
 
 }  // namespace pageweaver

@@ -37,8 +37,16 @@ __device__ inline int64_t query_of(const UnionParams& p, const Tile& tile, int s
     return p.query_ids ? p.query_ids[int64_t{tile.head} * p.total_q + at] : at;
 }
 
-__device__ inline int64_t qo_head_of(const UnionParams& p, const Tile& tile, int row) {
-    return (int64_t{tile.head} << p.group_shift) + (row & ((1 << p.group_shift) - 1));
+// The head-row that row `row` of a tile holds; head-rows go by query, then by head. Bits 3 and 4 change
+// places: a warp's lower and upper eight rows, which are different registers of its threads, belong to two
+// queries at group size 16, each shared by two warps. Where only one of them selected a page, both warps have
+// half of a softmax to do, not one warp all of it while three wait.
+__device__ __forceinline__ int head_row_of(int row) {
+    return (row & ~24) | (row & 8) << 1 | (row & 16) >> 1;
+}
+
+__device__ inline int64_t qo_head_of(const UnionParams& p, const Tile& tile, int head_row) {
+    return (int64_t{tile.head} << p.group_shift) + (head_row & ((1 << p.group_shift) - 1));
 }
 
 // Quantises the 16 head-rows of this warp to E4M3 in shared memory, two lanes a row, and notes their
@@ -47,8 +55,8 @@ __device__ inline int64_t qo_head_of(const UnionParams& p, const Tile& tile, int
 template <bool kIsSplit>
 __device__ inline float quantize_rows(const UnionParams& p, uint8_t* shared_q, int32_t* positions,
                                       const Tile& tile, int warp, int lane) {
-    const int row = 16 * warp + lane / 2, half = lane % 2;
-    const int slot = row >> p.group_shift;
+    const int row = 16 * warp + lane / 2, head_row = head_row_of(row), half = lane % 2;
+    const int slot = head_row >> p.group_shift;
     float values[kHeadDim / 2] = {};
     int position = -1;
     if (slot < tile.live_queries) {
@@ -56,7 +64,7 @@ __device__ inline float quantize_rows(const UnionParams& p, uint8_t* shared_q, i
         position = static_cast<int>(query) + p.seqused_k[tile.request] - p.cu_seqlens_q[tile.request + 1];
         const uint4* source = reinterpret_cast<const uint4*>(
             static_cast<const __nv_bfloat16*>(p.q) + query * p.q_stride_row +
-            qo_head_of(p, tile, row) * p.q_stride_head + half * (kHeadDim / 2));
+            qo_head_of(p, tile, head_row) * p.q_stride_head + half * (kHeadDim / 2));
 #pragma unroll
         for (int i = 0; i < kHeadDim / 16; ++i) {
             const uint4 packed = __ldg(source + i);

@@ -56,12 +56,15 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         for (int s = 0; s < kStages; ++s) {
             mbarrier_init(smem_address(&shared.full_key[s]), 1);
             mbarrier_init(smem_address(&shared.empty_key[s]), kReleases);
+        }
+        for (int s = 0; s < kValueStages<kIsSplit>; ++s) {
             mbarrier_init(smem_address(&shared.full_value[s]), 1);
             mbarrier_init(smem_address(&shared.empty_value[s]), kReleases);
         }
         fence_mbarrier_init();
     }
-    for (int i = threadIdx.x; i < kOnesBytes / 4; i += kThreads) shared.ones[i] = kE4m3Ones;
+    for (ValueSlot& slot : shared.values) slot.ones[threadIdx.x] = kE4m3Ones;
+    static_assert(sizeof(ValueSlot::ones) == kThreads * sizeof(uint32_t));
     fence_proxy_async();
     __syncthreads();
     grid_dependency_wait();
