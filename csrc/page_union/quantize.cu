@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kThreads) quantize_queries(PageUnionParams p) 
     for (int c = 0; c < 4; ++c)
         words[8 * c] = cvt_e4m3x4(values[4 * c] * inverse, values[4 * c + 1] * inverse,
                                   values[4 * c + 2] * inverse, values[4 * c + 3] * inverse);
-    if (part == 0) words[kHeadDim / 4] = __float_as_uint(logit_factor(p, amax * (1.0f / kE4m3Max)));
+    if (part == 0)
+        words[kHeadDim / 4] = __float_as_uint(logit_factor(unit_logit_factor(p), amax * (1.0f / kE4m3Max)));
 }
 
 }  // namespace

@@ -18,6 +18,14 @@ __device__ __forceinline__ void grid_dependency_launch() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// Multiprocessors of the current device.
+inline cudaError_t count_multiprocessors(int& count) {
+    int device = 0;
+    const cudaError_t error = cudaGetDevice(&device);
+    return error == cudaSuccess ? cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device)
+                                : error;
+}
+
 // Launches `kernel` in clusters of `cluster` CTAs so that it may start, up to its grid_dependency_wait, while
 // the kernel before it drains.
 template <typename... Parameters, typename... Arguments>

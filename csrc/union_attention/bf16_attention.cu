@@ -160,7 +160,8 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared, const Tile& 
     // Q as A fragments: it stays in registers for the whole tile and costs no shared-memory bandwidth.
     uint32_t q_fragments[32];
     const float2 powers = load_queries(p, tile, 16 * warp + row_low, q_fragments);
-    const float factor0 = logit_factor(p, powers.x), factor1 = logit_factor(p, powers.y);
+    const float unit_factor = unit_logit_factor(p);
+    const float factor0 = logit_factor(unit_factor, powers.x), factor1 = logit_factor(unit_factor, powers.y);
     const int length = p.seqused_k[tile.request];
     int32_t* const positions = shared.positions + 16 * warp;  // read by this warp alone
     if (lane < 16) {
@@ -333,7 +334,7 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared, const Tile& 
         }
     };
 
-    const int rounds = p.tile_counts[tile.unit * p.tiles_per_group + tile.index];
+    const int rounds = tile.rounds;
 #pragma unroll
     for (int k = 0; k < 64; ++k) acc[k] = 0.0f;
 #pragma unroll
@@ -405,8 +406,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
     // Schedule
     zero_padding_rows(p);
-    if (!has_tile(p)) return;
-    const Tile tile = this_tile(p);
+    if (static_cast<int>(blockIdx.x) >= tile_count(p)) return;
+    const Tile tile = tile_at(p, blockIdx.x);
     if (tile.live_queries <= 0) return;
 
     // Roles

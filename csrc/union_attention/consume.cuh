@@ -34,334 +34,363 @@ __device__ __forceinline__ void for_members(const bool (&is_member)[2], const Bo
         body(std::false_type{}, std::true_type{});
 }
 
-// The consumer warpgroup: the whole life of one tile.
+// The consumer warpgroup.
 template <bool kIsCluster, bool kIsSplit>
-__device__ void consume(const UnionParams& p, SharedMemory<kIsSplit>& shared, const Tile& tile) {
+__device__ void consume(const UnionParams& p, SharedMemory& shared) {
     const int warp = threadIdx.x / 32 % kConsumerWarps, lane = threadIdx.x % 32;
     const int quad = lane % 4, row_low = lane / 4;
-
-    // Rows of a warp are read by that warp alone, here and in the tensor core.
-    const float row_factor = quantize_rows<kIsSplit>(p, shared.q[0], shared.positions, tile, warp, lane);
-    // A thread has two rows, one in each half of its warp's: [0] is row_low, [1] row_low + 8.
-    const float factor[2] = {__shfl_sync(kAllLanes, row_factor, 2 * row_low),
-                             __shfl_sync(kAllLanes, row_factor, 2 * (row_low + 8))};
-    // Q as A fragments: it stays in registers for the whole tile and costs no shared-memory bandwidth. Split
-    // arithmetic needs these registers for its probabilities and multiplies Q from shared memory.
-    uint32_t q_fragments[16];
-    if constexpr (kIsSplit) {
-        fence_proxy_async();
-        named_barrier_sync(kConsumerBarrier, kConsumerWarps * 32);
-    } else {
-        __syncwarp();
-#pragma unroll
-        for (int k = 0; k < 16; ++k) {
-            const int row = 16 * warp + row_low + 8 * (k % 2), chunk = (k / 4 * 2 + k % 4 / 2) ^ (row % 8);
-            q_fragments[k] =
-                *reinterpret_cast<const uint32_t*>(shared.q[0] + row * kHeadDim + chunk * 16 + 4 * quad);
-        }
-    }
-    // The queries of each half of rows, and their lowest position: pages that end before need no mask.
+    const float unit_factor = unit_logit_factor(p);
+    const float v_scale = p.v_scale_pointer ? *p.v_scale_pointer : p.v_scale;
     // (Shuffled, or the compiler would compute it again and again to save a register.)
     const uint32_t all_members =
         __shfl_sync(kAllLanes, p.group_shift > 3 ? 1u : (1u << (8 >> p.group_shift)) - 1, 0);
-    const int low_position[2] = {__reduce_min_sync(kAllLanes, shared.positions[16 * warp + lane % 8]),
-                                 __reduce_min_sync(kAllLanes, shared.positions[16 * warp + 8 + lane % 8])};
-
-    // Bits of a maximum from which on it is not plainly positive and small: negative, huge, NaN.
-    const uint32_t limit_bits[2] = {__float_as_uint(kLargeLogit * 0.999f / factor[0]),
-                                    __float_as_uint(kLargeLogit * 0.999f / factor[1])};
     uint32_t zero;  // which the compiler does not know to be that
     asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
-
-    constexpr int kParts = kIsSplit ? 2 : 1;
-    // Output columns 0 to 63 and 64 to 127; one half of a page's PV.
-    float acc_low[32], acc_high[32], product[32], sums[4], scores[64];
-    uint32_t probabilities[kParts][16];  // high parts, then low parts
-    float maximum[2] = {-INFINITY, -INFINITY}, total[2] = {}, rescale[2];
-    bool is_member[2] = {}, key_ready = false, value_ready = false;
-    KeyRing key_ring;
-    ValueRing<kIsSplit> value_ring;
-
     // Where the rings begin, in units of 16 bytes.
     const uint32_t keys = smem_address(shared.keys[0]) >> 4,
                    values = smem_address(shared.values[0].page) >> 4;
+    bool key_ready = false, value_ready = false;
+    KeyRing key_ring;
+    ValueRing value_ring;
+    uint32_t q_phase = 0;
 
-    // Scores of the next page, and who selected it: known long before they are there.
-    uint32_t members = 0;
-    int page_start = 0;
-    const auto issue_qk = [&] {
-        if (!key_ready) mbarrier_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
-        const uint64_t operand = wgmma_descriptor_at(keys + key_ring.stage * (kPageBytes >> 4));
-        discard_registers(scores);
-        wgmma_fence();
+    for (TileRing tiles;; tiles.advance()) {
+        mbarrier_wait(smem_address(&shared.full_tile[tiles.stage]), tiles.phase);
+        const Tile& tile = shared.tiles[tiles.stage];
+        if (tile.unit < 0) break;
+        const int32_t* const rows = shared.rows[tiles.stage];
+
+        mbarrier_wait(smem_address(&shared.full_q), q_phase);
+        q_phase ^= 1;
+        // A thread has two rows, one in each half of its warp's: [0] is row_low, [1] row_low + 8.
+        const float2 factors =
+            quantize_rows<kIsSplit>(shared.q, rows, unit_factor, warp, lane, kConsumerBarrier);
+        const float factor[2] = {factors.x, factors.y};
+        // Q as A fragments: it stays in registers for the whole tile and costs no shared-memory bandwidth.
+        // Split arithmetic needs these registers for its probabilities and multiplies Q from shared memory.
+        uint32_t q_fragments[16];
+        fence_proxy_async();
         if constexpr (kIsSplit) {
-            // Low parts first: what the accumulator truncates is then relative to them.
-#pragma unroll
-            for (int k = 0; k < 2 * kHeadDim / 32; ++k) {
-                const uint64_t part = wgmma_descriptor(smem_address(shared.q[k < kHeadDim / 32]));
-                wgmma_m64n128k32_ss(scores, part + 2 * (k % 4), operand + 2 * (k % 4), k > 0);
-            }
+            named_barrier_sync(kConsumerBarrier, kConsumerWarps * 32);
         } else {
+            __syncwarp();
 #pragma unroll
-            for (int k = 0; k < kHeadDim / 32; ++k)
-                wgmma_m64n128k32_rs(scores, fragment(q_fragments, k), operand + 2 * k, k > 0);
+            for (int k = 0; k < 16; ++k) {
+                const int row = 16 * warp + row_low + 8 * (k % 2),
+                          chunk = (k / 4 * 2 + k % 4 / 2) ^ (row % 8);
+                q_fragments[k] =
+                    *reinterpret_cast<const uint32_t*>(shared.q + row * kHeadDim + chunk * 16 + 4 * quad);
+            }
         }
-        wgmma_commit_group();
-        const PageMeta& meta = shared.meta[key_ring.stage];
-        members = reinterpret_cast<const uint16_t*>(&meta.members)[warp];
-        page_start = meta.start;
-    };
-    // One half of a page's PV, output columns 64 to 127 first: below these lie the ones, and their product is
-    // the row sums of the rounded probabilities.
-    const auto issue_pv = [&](auto is_first) {
-        constexpr bool kIsFirst = decltype(is_first)::value;
-        const uint64_t operand = wgmma_descriptor_at(values + value_ring.stage * (sizeof(ValueSlot) >> 4) +
-                                                     kIsFirst * (kPageBytes >> 5));
-        discard_registers(product);
-        if constexpr (kIsFirst) discard_registers(sums);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kParts * kPageSize / 32; ++k) {
-            const Fragment& part = fragment(probabilities[kParts - 1 - k / 4], k % 4);
-            if constexpr (kIsFirst)
-                wgmma_m64n72k32_rs(product, sums, part, operand + 2 * (k % 4), k > 0);
-            else
-                wgmma_m64n64k32_rs(product, part, operand + 2 * (k % 4), k > 0);
-        }
-        wgmma_commit_group();
-    };
-    const auto begin_pv = [&] {
-        if (!value_ready) mbarrier_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
-        issue_pv(std::true_type{});
-    };
-    // O = O * rescale + PV. A half without a member has PV = 0 and leaves O alone.
-    const auto add_product = [&](float (&acc)[32]) {
-        fence_registers(product);
-        for_members(is_member, [&](auto... has) {
-            constexpr bool kHas[2] = {decltype(has)::value...};
-#pragma unroll
-            for (int i = 0; i < 32; ++i)
-                if (kHas[i / 2 % 2]) acc[i] = fmaf(acc[i], rescale[i / 2 % 2], product[i]);
-        });
-    };
-    const auto add_high = [&] {
-        fence_registers(sums);
-        add_product(acc_high);
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-            if (is_member[h]) total[h] = fmaf(total[h], rescale[h], sums[2 * h]);
-    };
-    const auto finish_pv = [&] {
-        wgmma_wait_group<0>();
-        add_product(acc_low);
-        __syncwarp();
-        if (lane == 0) release<kIsCluster>(shared.empty_value[value_ring.stage]);
-        value_ring.advance();
-    };
+        // Lets the next tile's queries come. What was read of these is in registers, or multiplied.
+        const auto release_q = [&] {
+            fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_q));
+        };
+        // The queries of each half of rows, and their lowest position: pages that end before need no mask.
+        const auto lowest_position = [&](int half) {
+            const int query = rows[16 * warp + 8 * half + lane % 8];
+            return __reduce_min_sync(kAllLanes, query < 0 ? -1 : query + tile.shift);
+        };
+        const int low_position[2] = {lowest_position(0), lowest_position(1)};
+        // Bits of a maximum from which on it is not plainly positive and small: negative, huge, NaN.
+        const uint32_t limit_bits[2] = {__float_as_uint(kLargeLogit * 0.999f / factor[0]),
+                                        __float_as_uint(kLargeLogit * 0.999f / factor[1])};
+        constexpr int kParts = kIsSplit ? 2 : 1;
+        // Output columns 0 to 63 and 64 to 127; one half of a page's PV.
+        float acc_low[32], acc_high[32], product[32], sums[4], scores[64];
+        uint32_t probabilities[kParts][16];  // high parts, then low parts
+        float maximum[2] = {-INFINITY, -INFINITY}, total[2] = {}, rescale[2];
+        bool is_member[2] = {};
 
-    // Scores to probabilities for one page; `before_exp` runs between the maxima and the exponentials.
-    const auto softmax = [&](auto before_exp) {
-        fence_registers(scores);
-        const uint32_t half_members[2] = {members & 0xff, members >> 8};
-        const bool will_be_member[2] = {half_members[0] != 0, half_members[1] != 0};
-        float base[2], next_rescale[2];
-        for_members(will_be_member, [&](auto... has) {
-            constexpr bool kHas[2] = {decltype(has)::value...};
+        // Scores of the next page, and who selected it: known long before they are there.
+        uint32_t members = 0;
+        int page_start = 0;
+        const auto issue_qk = [&] {
+            if (!key_ready) mbarrier_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
+            const uint64_t operand = wgmma_descriptor_at(keys + key_ring.stage * (kPageBytes >> 4));
+            discard_registers(scores);
+            wgmma_fence();
+            if constexpr (kIsSplit) {
+                // Low parts first: what the accumulator truncates is then relative to them.
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                if (!kHas[h] ||
-                    (page_start + kPageSize - 1 <= low_position[h] && half_members[h] == all_members))
-                    continue;
-                // The last visible column of the row, -1 where the row's query is no member.
-                const int row = 16 * warp + row_low + 8 * h;
-                const bool selected = half_members[h] >> (row_low >> p.group_shift) & 1;
-                const int limit = selected ? shared.positions[row] - page_start : -1;
-#pragma unroll
-                for (int k = 0; k < 16; ++k) {
-                    const int column = 8 * k + 2 * quad;
-                    if (column > limit) scores[4 * k + 2 * h] = -INFINITY;
-                    if (column + 1 > limit) scores[4 * k + 2 * h + 1] = -INFINITY;
+                for (int k = 0; k < 2 * kHeadDim / 32; ++k) {
+                    const uint64_t part =
+                        wgmma_descriptor(smem_address(shared.q + (k < kHeadDim / 32 ? kQBytes : 0)));
+                    wgmma_m64n128k32_ss(scores, part + 2 * (k % 4), operand + 2 * (k % 4), k > 0);
                 }
-            }
-            // Positive floats are in the order of their bits, and any of them is above all negative ones: the
-            // maximum of three integers is one instruction. Two chains a row keep its latency short.
-            float top[2], subtracted[2], offset[2];
-            bool is_rare = false;
-            const auto extreme = [&](int h, auto of_three) {
-                int chains[2] = {__float_as_int(maximum[h]), __float_as_int(scores[2 * h])};
-#pragma unroll
-                for (int k = 0; k < 16; ++k) {
-                    const float* const pair = &scores[4 * k + 2 * h];
-                    chains[k % 2] = of_three(chains[k % 2], __float_as_int(pair[0]), __float_as_int(pair[1]));
-                }
-                return of_three(chains[0], chains[1], chains[1]);
-            };
-            const auto over_quad = [&](int value, auto of_three) {
-                const int other = __shfl_xor_sync(kAllLanes, value, 1);
-                value = of_three(value, other, other);
-                const int last = __shfl_xor_sync(kAllLanes, value, 2);
-                return of_three(value, last, last);
-            };
-            const auto max3 = [](int a, int b, int c) { return __vimax3_s32(a, b, c); };
-            const auto min3 = [](int a, int b, int c) { return __vimin3_s32(a, b, c); };
-            int bits[2];
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                if (kHas[h]) bits[h] = extreme(h, max3);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                if (!kHas[h]) continue;
-                bits[h] = over_quad(bits[h], max3);
-                top[h] = subtracted[h] = offset[h] = __int_as_float(bits[h]);
-                is_rare |= static_cast<uint32_t>(bits[h]) >= limit_bits[h];
-            }
-            if (__any_sync(kAllLanes, is_rare)) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    if (!kHas[h]) continue;
-                    // Nothing but negative floats: the highest is the lowest integer.
-                    const int lowest = over_quad(extreme(h, min3), min3);
-                    if (bits[h] < 0) top[h] = __int_as_float(lowest);
-                    // A row that has seen nothing yet subtracts 0: -inf - -inf would be NaN.
-                    subtracted[h] = top[h] == -INFINITY ? 0.0f : top[h];
-                    // Logits so large that a maximum's rounding shows in an exponential: subtract before
-                    // multiplying.
-                    const bool is_large = fabsf(subtracted[h]) * factor[h] > kLargeLogit;
-                    offset[h] = is_large ? 0.0f : subtracted[h];
-#pragma unroll
-                    for (int i = 0; i < 64; ++i)
-                        if (i / 2 % 2 == h && is_large) scores[i] -= subtracted[h];
-                }
-            }
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                if (!kHas[h]) continue;
-                next_rescale[h] = ex2_approx((maximum[h] - subtracted[h]) * factor[h]);
-                maximum[h] = top[h];
-                base[h] = fmaf(-offset[h], factor[h], kPScaleLog2);
-            }
-        });
-        __syncwarp();
-        if (lane == 0) release<kIsCluster>(shared.empty_key[key_ring.stage]);
-        key_ring.advance();
-
-        before_exp();
-        // Asked now, answered when the exponentials are done.
-        key_ready = mbarrier_test_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
-        value_ready =
-            mbarrier_test_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            is_member[h] = will_be_member[h];
-            if (is_member[h]) continue;
-#pragma unroll
-            for (int part = 0; part < kParts; ++part)
-#pragma unroll
-                for (int k = 0; k < 8; ++k) probabilities[part][2 * k + h] = 0;
-        }
-        for_members(is_member, [&](auto... has) {
-            constexpr bool kHas[2] = {decltype(has)::value...};
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                if (kHas[h]) rescale[h] = next_rescale[h];
-#pragma unroll
-            for (int k = 0; k < 8; ++k)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    if (!kHas[h]) continue;
-                    float e[4];
-#pragma unroll
-                    for (int j = 0; j < 4; ++j)
-                        e[j] =
-                            ex2_approx(fmaf(scores[8 * k + j / 2 * 4 + 2 * h + j % 2], factor[h], base[h]));
-                    // The next multiplications wait for an exponential of these: else all 64 go first, and
-                    // the unit that computes exponentials, the slower one, stands still meanwhile.
-                    base[h] = __uint_as_float(__float_as_uint(base[h]) | (__float_as_uint(e[0]) & zero));
-                    if constexpr (kIsSplit) {
-                        float high[4];
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) {
-                            high[j] = round_to_e4m3(e[j]);
-                            e[j] -= high[j];
-                        }
-                        probabilities[0][2 * k + h] = cvt_e4m3x4(high[0], high[1], high[2], high[3]);
-                    }
-                    probabilities[kParts - 1][2 * k + h] = cvt_e4m3x4(e[0], e[1], e[2], e[3]);
-                }
-        });
-    };
-
-    const int rounds = p.tile_counts[tile.unit * p.tiles_per_group + tile.index];
-#pragma unroll
-    for (int k = 0; k < 32; ++k) acc_low[k] = acc_high[k] = 0.0f;
-    const auto multiply_values = [&] {
-        begin_pv();
-        wgmma_wait_group<0>();
-        add_high();
-        issue_pv(std::false_type{});
-        finish_pv();
-    };
-    if constexpr (kIsCluster) {
-        // A CTA that waits for a page holds no slot, or the two could wait for each other: PV ends before the
-        // next page.
-        const int count = p.union_counts[tile.unit];
-        for (int place = 0; place < count; ++place) {
-            mbarrier_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
-            if (shared.meta[key_ring.stage].members != 0) {
-                key_ready = true;
-                issue_qk();
-                wgmma_wait_group<0>();
-                softmax([] {});
-                multiply_values();
             } else {
-                mbarrier_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
-                __syncwarp();
-                if (lane == 0) {
-                    release<kIsCluster>(shared.empty_key[key_ring.stage]);
-                    release<kIsCluster>(shared.empty_value[value_ring.stage]);
-                }
-                key_ring.advance();
-                value_ring.advance();
+#pragma unroll
+                for (int k = 0; k < kHeadDim / 32; ++k)
+                    wgmma_m64n128k32_rs(scores, fragment(q_fragments, k), operand + 2 * k, k > 0);
             }
-        }
-    } else if (rounds > 0) {
-        issue_qk();
-        wgmma_wait_group<0>();
-        softmax([] {});
-        for (int j = 1; j < rounds; ++j) {
+            wgmma_commit_group();
+            const PageMeta& meta = shared.meta[key_ring.stage];
+            members = reinterpret_cast<const uint16_t*>(&meta.members)[warp];
+            page_start = meta.start;
+        };
+        // One half of a page's PV, output columns 64 to 127 first: below these lie the ones, and their
+        // product is the row sums of the rounded probabilities.
+        const auto issue_pv = [&](auto is_first) {
+            constexpr bool kIsFirst = decltype(is_first)::value;
+            const uint64_t operand = wgmma_descriptor_at(
+                values + value_ring.stage * (sizeof(ValueSlot) >> 4) + kIsFirst * (kPageBytes >> 5));
+            discard_registers(product);
+            if constexpr (kIsFirst) discard_registers(sums);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kParts * kPageSize / 32; ++k) {
+                const Fragment& part = fragment(probabilities[kParts - 1 - k / 4], k % 4);
+                if constexpr (kIsFirst)
+                    wgmma_m64n72k32_rs(product, sums, part, operand + 2 * (k % 4), k > 0);
+                else
+                    wgmma_m64n64k32_rs(product, part, operand + 2 * (k % 4), k > 0);
+            }
+            wgmma_commit_group();
+        };
+        const auto begin_pv = [&] {
+            if (!value_ready)
+                mbarrier_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
+            issue_pv(std::true_type{});
+        };
+        // O = O * rescale + PV. A half without a member has PV = 0 and leaves O alone.
+        const auto add_product = [&](float (&acc)[32]) {
+            fence_registers(product);
+            for_members(is_member, [&](auto... has) {
+                constexpr bool kHas[2] = {decltype(has)::value...};
+#pragma unroll
+                for (int i = 0; i < 32; ++i)
+                    if (kHas[i / 2 % 2]) acc[i] = fmaf(acc[i], rescale[i / 2 % 2], product[i]);
+            });
+        };
+        const auto add_high = [&] {
+            fence_registers(sums);
+            add_product(acc_high);
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (is_member[h]) total[h] = fmaf(total[h], rescale[h], sums[2 * h]);
+        };
+        const auto finish_pv = [&] {
+            wgmma_wait_group<0>();
+            add_product(acc_low);
+            __syncwarp();
+            if (lane == 0) release<kIsCluster>(shared.empty_value[value_ring.stage]);
+            value_ring.advance();
+        };
+
+        // Scores to probabilities for one page; `before_exp` runs between the maxima and the exponentials.
+        const auto softmax = [&](auto before_exp) {
+            fence_registers(scores);
+            const uint32_t half_members[2] = {members & 0xff, members >> 8};
+            const bool will_be_member[2] = {half_members[0] != 0, half_members[1] != 0};
+            float base[2], next_rescale[2];
+            for_members(will_be_member, [&](auto... has) {
+                constexpr bool kHas[2] = {decltype(has)::value...};
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    if (!kHas[h]) continue;
+                    const bool is_whole =
+                        page_start + kPageSize - 1 <= low_position[h] && half_members[h] == all_members;
+                    if (__builtin_expect(is_whole, true)) continue;
+                    // The last visible column of the row, -1 where the row's query is no member.
+                    const int row = 16 * warp + row_low + 8 * h;
+                    const bool selected = half_members[h] >> (row_low >> p.group_shift) & 1;
+                    const int limit = selected ? rows[row] + tile.shift - page_start : -1;
+#pragma unroll
+                    for (int k = 0; k < 16; ++k) {
+                        const int column = 8 * k + 2 * quad;
+                        if (column > limit) scores[4 * k + 2 * h] = -INFINITY;
+                        if (column + 1 > limit) scores[4 * k + 2 * h + 1] = -INFINITY;
+                    }
+                }
+                // Positive floats are in the order of their bits, and any of them is above all negative ones:
+                // the maximum of three integers is one instruction. Two chains a row keep its latency short.
+                float top[2], subtracted[2], offset[2];
+                bool is_rare = false;
+                const auto extreme = [&](int h, auto of_three) {
+                    int chains[2] = {__float_as_int(maximum[h]), __float_as_int(scores[2 * h])};
+#pragma unroll
+                    for (int k = 0; k < 16; ++k) {
+                        const float* const pair = &scores[4 * k + 2 * h];
+                        chains[k % 2] =
+                            of_three(chains[k % 2], __float_as_int(pair[0]), __float_as_int(pair[1]));
+                    }
+                    return of_three(chains[0], chains[1], chains[1]);
+                };
+                const auto over_quad = [&](int value, auto of_three) {
+                    const int other = __shfl_xor_sync(kAllLanes, value, 1);
+                    value = of_three(value, other, other);
+                    const int last = __shfl_xor_sync(kAllLanes, value, 2);
+                    return of_three(value, last, last);
+                };
+                const auto max3 = [](int a, int b, int c) { return __vimax3_s32(a, b, c); };
+                const auto min3 = [](int a, int b, int c) { return __vimin3_s32(a, b, c); };
+                int bits[2];
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    if (kHas[h]) bits[h] = extreme(h, max3);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    if (!kHas[h]) continue;
+                    bits[h] = over_quad(bits[h], max3);
+                    top[h] = subtracted[h] = offset[h] = __int_as_float(bits[h]);
+                    is_rare |= static_cast<uint32_t>(bits[h]) >= limit_bits[h];
+                }
+                if (__builtin_expect(__any_sync(kAllLanes, is_rare), false)) {
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        if (!kHas[h]) continue;
+                        // Nothing but negative floats: the highest is the lowest integer.
+                        const int lowest = over_quad(extreme(h, min3), min3);
+                        if (bits[h] < 0) top[h] = __int_as_float(lowest);
+                        // A row that has seen nothing yet subtracts 0: -inf - -inf would be NaN.
+                        subtracted[h] = top[h] == -INFINITY ? 0.0f : top[h];
+                        // Logits so large that a maximum's rounding shows in an exponential: subtract before
+                        // multiplying.
+                        const bool is_large = fabsf(subtracted[h]) * factor[h] > kLargeLogit;
+                        offset[h] = is_large ? 0.0f : subtracted[h];
+#pragma unroll
+                        for (int i = 0; i < 64; ++i)
+                            if (i / 2 % 2 == h && is_large) scores[i] -= subtracted[h];
+                    }
+                }
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    if (!kHas[h]) continue;
+                    next_rescale[h] = ex2_approx((maximum[h] - subtracted[h]) * factor[h]);
+                    maximum[h] = top[h];
+                    base[h] = fmaf(-offset[h], factor[h], kPScaleLog2);
+                }
+            });
+            __syncwarp();
+            if (lane == 0) release<kIsCluster>(shared.empty_key[key_ring.stage]);
+            key_ring.advance();
+
+            before_exp();
+            // Asked now, answered when the exponentials are done.
+            key_ready = mbarrier_test_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
+            value_ready =
+                mbarrier_test_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                is_member[h] = will_be_member[h];
+                if (is_member[h]) continue;
+#pragma unroll
+                for (int part = 0; part < kParts; ++part)
+#pragma unroll
+                    for (int k = 0; k < 8; ++k) probabilities[part][2 * k + h] = 0;
+            }
+            for_members(is_member, [&](auto... has) {
+                constexpr bool kHas[2] = {decltype(has)::value...};
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    if (kHas[h]) rescale[h] = next_rescale[h];
+#pragma unroll
+                for (int k = 0; k < 8; ++k)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        if (!kHas[h]) continue;
+                        float e[4];
+#pragma unroll
+                        for (int j = 0; j < 4; ++j)
+                            e[j] = ex2_approx(
+                                fmaf(scores[8 * k + j / 2 * 4 + 2 * h + j % 2], factor[h], base[h]));
+                        // The next multiplications wait for an exponential of these: else all 64 go first,
+                        // and the unit that computes exponentials, the slower one, stands still meanwhile.
+                        base[h] = __uint_as_float(__float_as_uint(base[h]) | (__float_as_uint(e[0]) & zero));
+                        if constexpr (kIsSplit) {
+                            float high[4];
+#pragma unroll
+                            for (int j = 0; j < 4; ++j) {
+                                high[j] = round_to_e4m3(e[j]);
+                                e[j] -= high[j];
+                            }
+                            probabilities[0][2 * k + h] = cvt_e4m3x4(high[0], high[1], high[2], high[3]);
+                        }
+                        probabilities[kParts - 1][2 * k + h] = cvt_e4m3x4(e[0], e[1], e[2], e[3]);
+                    }
+            });
+        };
+
+        const int rounds = tile.rounds;
+#pragma unroll
+        for (int k = 0; k < 32; ++k) acc_low[k] = acc_high[k] = 0.0f;
+        const auto multiply_values = [&] {
             begin_pv();
-            issue_qk();
-            wgmma_wait_group<1>();
+            wgmma_wait_group<0>();
             add_high();
             issue_pv(std::false_type{});
-            wgmma_wait_group<1>();
-            softmax(finish_pv);
+            finish_pv();
+        };
+        if constexpr (kIsCluster) {
+            // A CTA that waits for a page holds no slot, or the two could wait for each other: PV ends before
+            // the next page.
+            const int count = p.union_counts[tile.unit];
+            for (int place = 0; place < count; ++place) {
+                mbarrier_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
+                if (shared.meta[key_ring.stage].members != 0) {
+                    key_ready = true;
+                    issue_qk();
+                    wgmma_wait_group<0>();
+                    softmax([] {});
+                    multiply_values();
+                } else {
+                    mbarrier_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
+                    __syncwarp();
+                    if (lane == 0) {
+                        release<kIsCluster>(shared.empty_key[key_ring.stage]);
+                        release<kIsCluster>(shared.empty_value[value_ring.stage]);
+                    }
+                    key_ring.advance();
+                    value_ring.advance();
+                }
+            }
+            release_q();
+        } else if (rounds > 0) {
+            issue_qk();
+            wgmma_wait_group<0>();
+            if (!kIsSplit || rounds == 1) release_q();
+            softmax([] {});
+            for (int j = 1; j < rounds; ++j) {
+                begin_pv();
+                issue_qk();
+                wgmma_wait_group<1>();
+                add_high();
+                issue_pv(std::false_type{});
+                wgmma_wait_group<1>();
+                if (kIsSplit && j == rounds - 1) release_q();
+                softmax(finish_pv);
+            }
+            multiply_values();
+        } else {
+            release_q();
         }
-        multiply_values();
-    }
 
-    // Normalise and store to the original rows.
-    const float v_scale = p.v_scale_pointer ? *p.v_scale_pointer : p.v_scale;
+        // Normalise and store to the original rows.
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int head_row = head_row_of(16 * warp + row_low + 8 * h), slot = head_row >> p.group_shift;
-        if (slot >= tile.live_queries) continue;
-        const int64_t query = query_of(p, tile, slot), qo_head = qo_head_of(p, tile, head_row);
-        const float scale = total[h] == 0.0f ? 0.0f : v_scale / total[h];
-        __nv_bfloat16* target = static_cast<__nv_bfloat16*>(p.out) + query * p.out_stride_row +
-                                qo_head * p.out_stride_head + 2 * quad;
+        for (int h = 0; h < 2; ++h) {
+            const int head_row = head_row_of(16 * warp + row_low + 8 * h);
+            const int64_t query = rows[16 * warp + row_low + 8 * h], qo_head = qo_head_of(p, tile, head_row);
+            if (query < 0) continue;
+            const float scale = total[h] == 0.0f ? 0.0f : v_scale / total[h];
+            __nv_bfloat16* target = static_cast<__nv_bfloat16*>(p.out) + query * p.out_stride_row +
+                                    qo_head * p.out_stride_head + 2 * quad;
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const int i = 4 * k + 2 * h;
-            *reinterpret_cast<__nv_bfloat162*>(target + 8 * k) =
-                __floats2bfloat162_rn(acc_low[i] * scale, acc_low[i + 1] * scale);
-            *reinterpret_cast<__nv_bfloat162*>(target + kHeadDim / 2 + 8 * k) =
-                __floats2bfloat162_rn(acc_high[i] * scale, acc_high[i + 1] * scale);
+            for (int k = 0; k < 8; ++k) {
+                const int i = 4 * k + 2 * h;
+                *reinterpret_cast<__nv_bfloat162*>(target + 8 * k) =
+                    __floats2bfloat162_rn(acc_low[i] * scale, acc_low[i + 1] * scale);
+                *reinterpret_cast<__nv_bfloat162*>(target + kHeadDim / 2 + 8 * k) =
+                    __floats2bfloat162_rn(acc_high[i] * scale, acc_high[i + 1] * scale);
+            }
+            if (p.lse && quad == 0)
+                p.lse[query * p.lse_stride_row + qo_head * p.lse_stride_head] =
+                    total[h] == 0.0f ? -INFINITY
+                                     : (maximum[h] * factor[h] + log2f(total[h]) - kPScaleLog2) * kLn2;
         }
-        if (p.lse && quad == 0)
-            p.lse[query * p.lse_stride_row + qo_head * p.lse_stride_head] =
-                total[h] == 0.0f ? -INFINITY
-                                 : (maximum[h] * factor[h] + log2f(total[h]) - kPScaleLog2) * kLn2;
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tiles.stage]));
     }
 }
 

@@ -9,10 +9,11 @@
 
 namespace pageweaver {
 
-constexpr int kStages = 3;
+constexpr int kStages = 3, kValueStages = 2, kTileSlots = 2;
 constexpr int kCtasPerSm = 2;
 constexpr int kConsumerWarps = 4;
 constexpr int kPageBytes = kPageSize * kHeadDim, kQBytes = kTileRows * kHeadDim;
+constexpr int kRawRowBytes = 2 * kHeadDim;
 
 // Who selected the page of a slot. A warp's rows are two halves of eight (head_row_of): `members` has a byte
 // for each, a bit for each query there.
@@ -41,24 +42,21 @@ struct ValueSlot {
     uint32_t ones[8 * kPageSize / 4];
 };
 
-template <bool kIsSplit>
-constexpr int kValueStages = kIsSplit ? 2 : 3;
-
-template <bool kIsSplit>
 struct SharedMemory {
     uint8_t keys[kStages][kPageBytes];
-    ValueSlot values[kValueStages<kIsSplit>];
-    uint8_t q[kIsSplit ? 2 : 1][kQBytes];  // split: high parts, then low parts
-    int32_t positions[kTileRows];          // of each row's query; -1 where the tile has none
+    ValueSlot values[kValueStages];
+    uint8_t q[2 * kQBytes];               // raw; then E4M3, and where split its low parts behind
+    int32_t rows[kTileSlots][kTileRows];  // the query of each row, -1 where the tile has none
+    Tile tiles[kTileSlots];               // of no unit: there are no more
     PageMeta meta[kStages];
-    uint64_t full_key[kStages], empty_key[kStages];
-    uint64_t full_value[kValueStages<kIsSplit>], empty_value[kValueStages<kIsSplit>];
+    uint64_t full_key[kStages], empty_key[kStages], full_value[kValueStages], empty_value[kValueStages];
+    uint64_t full_tile[kTileSlots], empty_tile[kTileSlots], full_q, empty_q;
 };
-static_assert(kCtasPerSm * (sizeof(SharedMemory<true>) + 1024) <= 228 * 1024, "two CTAs must fit on an SM");
+static_assert(kCtasPerSm * (sizeof(SharedMemory) + 1024) <= 228 * 1024, "two CTAs must fit on an SM");
 
 using KeyRing = RingPosition<kStages>;
-template <bool kIsSplit>
-using ValueRing = RingPosition<kValueStages<kIsSplit>>;
+using ValueRing = RingPosition<kValueStages>;
+using TileRing = RingPosition<kTileSlots>;
 
 // Gives a slot back to the producers that fill it.
 template <bool kIsCluster>
@@ -71,26 +69,86 @@ __device__ __forceinline__ void release(uint64_t& barrier) {
     }
 }
 
-// Copies K (kIsKey) or V^T of every page that the tile's queries selected, ascending; in a cluster this CTA's
-// half of every page of the union, to both.
-template <bool kIsCluster, bool kIsKey, bool kIsSplit>
-__device__ void produce(const UnionParams& p, const CUtensorMap& key_map, SharedMemory<kIsSplit>& shared,
-                        const Tile& tile) {
+// Draws tiles, one ahead of those at work, and copies their queries as they are. By a warp.
+template <bool kIsCluster>
+__device__ void draw_tiles(const UnionParams& p, SharedMemory& shared) {
+    const int lane = threadIdx.x % 32;
+    TileRing ring;
+    uint32_t q_phase = 0;
+    for (int number = blockIdx.x;;) {
+        const bool exists = number < tile_count(p);
+        mbarrier_wait(smem_address(&shared.empty_tile[ring.stage]), ring.phase ^ 1);
+        Tile& tile = shared.tiles[ring.stage];
+        if (lane == 0) {
+            if (exists)
+                tile = tile_at(p, number);
+            else
+                tile.unit = -1;
+        }
+        __syncwarp();
+        // In a cluster a tile without queries still copies its half of every page.
+        const int live_rows = exists ? max(tile.live_queries, 0) << p.group_shift : 0;
+        if (kIsCluster || !exists || live_rows > 0) {
+            int queries[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int head_row = head_row_of(lane + 32 * i);
+                queries[i] = head_row < live_rows
+                                 ? static_cast<int>(query_of(p, tile, head_row >> p.group_shift))
+                                 : -1;
+                shared.rows[ring.stage][lane + 32 * i] = queries[i];
+            }
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(smem_address(&shared.full_tile[ring.stage]));
+            if (!exists) break;
+            ring.advance();
+
+            const uint32_t full = smem_address(&shared.full_q);
+            mbarrier_wait(smem_address(&shared.empty_q), q_phase ^ 1);
+            q_phase ^= 1;
+            if (lane == 0) mbarrier_arrive_expect_tx(full, live_rows * kRawRowBytes);
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = lane + 32 * i;
+                if (queries[i] >= 0)
+                    cp_async_bulk(smem_address(shared.q) + row * kRawRowBytes,
+                                  static_cast<const __nv_bfloat16*>(p.q) + queries[i] * p.q_stride_row +
+                                      qo_head_of(p, tile, head_row_of(row)) * p.q_stride_head,
+                                  kRawRowBytes, full);
+            }
+        }
+        if constexpr (kIsCluster) {
+            number = tile_count(p);
+        } else {
+            if (lane == 0) number = gridDim.x + atomicAdd(&p.counters[kTilesDrawn], 1);
+            number = __shfl_sync(kAllLanes, number, 0);
+        }
+    }
+    // The last CTA to find none leaves the counters as they were.
+    if (!kIsCluster && lane == 0 && atomicAdd(&p.counters[kCtasDone], 1) == static_cast<int>(gridDim.x) - 1)
+        p.counters[kTilesDrawn] = p.counters[kCtasDone] = 0;
+}
+
+// Copies K (kIsKey) or V^T of every page that a tile's queries selected, ascending; in a cluster this CTA's
+// half of every page of the union, to both. By a warp.
+template <bool kIsCluster, bool kIsKey, typename Ring>
+__device__ void produce(const UnionParams& p, const CUtensorMap& key_map, SharedMemory& shared,
+                        const Tile& tile, Ring& ring) {
     const int lane = threadIdx.x % 32;
     const int count = p.union_counts[tile.unit];
-    const int32_t* pages = p.union_pages + tile.unit * p.max_union;
-    const uint32_t* masks = p.union_masks + tile.unit * p.max_union * p.mask_words;
-    const int32_t* sources =
-        kIsKey ? p.page_table + tile.request * p.page_table_stride
-               : p.packed_slots + (int64_t{tile.head} * p.batch_size + tile.request) * p.max_pages;
-    std::conditional_t<kIsKey, KeyRing, ValueRing<kIsSplit>> ring;
     for (int base = 0; base < count; base += 32) {
         const int place = base + lane;
         int page = 0, source = 0;
         uint64_t members = 0;
         if (place < count) {
-            page = pages[place];
-            members = tile_mask(masks + int64_t{place} * p.mask_words, tile.index, p.queries_per_tile);
+            const int64_t entry = int64_t{tile.unit} * p.max_union + place;
+            const int32_t* const sources =
+                kIsKey ? p.page_table + tile.request * p.page_table_stride
+                       : p.packed_slots + (int64_t{tile.head} * p.batch_size + tile.request) * p.max_pages;
+            page = p.union_pages[entry];
+            if constexpr (kIsKey || !kIsCluster)
+                members = tile_mask(p.union_masks + entry * p.mask_words, tile.index, p.queries_per_tile);
             if constexpr (kIsKey) members = member_bytes(members, p.group_shift);
             source = sources[page];
         }
@@ -110,7 +168,7 @@ __device__ void produce(const UnionParams& p, const CUtensorMap& key_map, Shared
                     shared.meta[s].start = page * kPageSize;
                 }
                 mbarrier_arrive_expect_tx(full, kPageBytes);
-                const int half = kIsCluster ? tile.index : 0;  // a tile's place in its group is its rank
+                const uint32_t half = kIsCluster ? cluster_cta_rank() : 0;  // a tile's place in its group
                 const uint32_t target =
                     smem_address(kIsKey ? shared.keys[s] : shared.values[s].page) + half * (kPageBytes / 2);
                 const uint8_t* from =
@@ -128,6 +186,20 @@ __device__ void produce(const UnionParams& p, const CUtensorMap& key_map, Shared
             __syncwarp();
             ring.advance();
         }
+    }
+}
+
+// The same for all tiles that the CTA draws.
+template <bool kIsCluster, bool kIsKey>
+__device__ void produce_tiles(const UnionParams& p, const CUtensorMap& key_map, SharedMemory& shared) {
+    std::conditional_t<kIsKey, KeyRing, ValueRing> ring;
+    for (TileRing tiles;; tiles.advance()) {
+        mbarrier_wait(smem_address(&shared.full_tile[tiles.stage]), tiles.phase);
+        const Tile& tile = shared.tiles[tiles.stage];  // registers are few here
+        if (tile.unit < 0) break;
+        produce<kIsCluster, kIsKey>(p, key_map, shared, tile, ring);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tiles.stage]));
     }
 }
 

@@ -5,6 +5,7 @@
 
 #include "prepare/device.cuh"
 #include "primitives/fp8.cuh"
+#include "primitives/mbarrier.cuh"
 #include "union_attention/union_attention.hpp"
 
 namespace pageweaver {
@@ -15,21 +16,28 @@ constexpr float kQAmaxFloor = 7.888609052210118e-31f;      // 2^-100
 constexpr float kLogitFactorMax = 1.2676506002282294e30f;  // 2^100
 constexpr float kLogitFactorMin = 1e-37f;
 
-// What raw products of queries of scale `q_scale` are multiplied by to be logits in base 2.
+// What raw products of queries of scale 1 are multiplied by to be logits in base 2.
 template <typename Params>
-__device__ inline float logit_factor(const Params& p, float q_scale) {
+__device__ inline float unit_logit_factor(const Params& p) {
     const float softmax_scale = p.softmax_scale_pointer ? *p.softmax_scale_pointer : p.softmax_scale;
     const float k_scale = p.k_scale_pointer ? *p.k_scale_pointer : p.k_scale;
-    const float factor = q_scale * (softmax_scale * k_scale * kLog2e);
+    return softmax_scale * k_scale * kLog2e;
+}
+
+// The same of queries of scale `q_scale`.
+__device__ __forceinline__ float logit_factor(float unit_factor, float q_scale) {
+    const float factor = q_scale * unit_factor;
     // A scale that is NaN or negative yields NaN, not a plausible row.
     if (factor < 0.0f) return NAN;
     return factor > kLogitFactorMax ? kLogitFactorMax : factor < kLogitFactorMin ? kLogitFactorMin : factor;
 }
 
-// The tile of this CTA.
+// A tile: some queries of a group, and what its roles need to know.
 struct Tile {
-    int64_t unit;  // head * max_groups + group
+    int unit;  // head * max_groups + group; below 0: none
     int head, request, index, first_slot, live_queries;
+    int rounds;  // pages that any of its queries selected
+    int shift;   // position of a row in its request: row + shift
 };
 
 __device__ inline int64_t query_of(const UnionParams& p, const Tile& tile, int slot) {
@@ -49,62 +57,70 @@ __device__ inline int64_t qo_head_of(const UnionParams& p, const Tile& tile, int
     return (int64_t{tile.head} << p.group_shift) + (head_row & ((1 << p.group_shift) - 1));
 }
 
-// Quantises the 16 head-rows of this warp to E4M3 in shared memory, two lanes a row, and notes their
-// positions. Returns the logit factor (base 2) of row lane / 2. Split: a power of two is the scale, and what
-// E4M3 leaves of a value goes into a second tile behind the first.
+// Quantises the raw head-rows of a tile in shared memory where they lie, BF16 of 256 bytes a row, to E4M3 of
+// 128 bytes with the 128-byte swizzle. By the consumer warpgroup; a warp turns its own 16 rows, eight lanes a
+// row. Split: a power of two is the scale, and what E4M3 leaves of a value goes into a second tile behind the
+// first. Returns the logit factors (base 2) of rows lane / 4 and that + 8 of the warp.
 template <bool kIsSplit>
-__device__ inline float quantize_rows(const UnionParams& p, uint8_t* shared_q, int32_t* positions,
-                                      const Tile& tile, int warp, int lane) {
-    const int row = 16 * warp + lane / 2, head_row = head_row_of(row), half = lane % 2;
-    const int slot = head_row >> p.group_shift;
-    float values[kHeadDim / 2] = {};
-    int position = -1;
-    if (slot < tile.live_queries) {
-        const int64_t query = query_of(p, tile, slot);
-        position = static_cast<int>(query) + p.seqused_k[tile.request] - p.cu_seqlens_q[tile.request + 1];
-        const uint4* source = reinterpret_cast<const uint4*>(
-            static_cast<const __nv_bfloat16*>(p.q) + query * p.q_stride_row +
-            qo_head_of(p, tile, head_row) * p.q_stride_head + half * (kHeadDim / 2));
+__device__ inline float2 quantize_rows(uint8_t* q, const int32_t* rows, float unit_factor, int warp, int lane,
+                                       int barrier) {
+    constexpr int kRowsAtOnce = 4;
+    const int part = lane % 8;
+    uint4 raw[kRowsAtOnce][2];
 #pragma unroll
-        for (int i = 0; i < kHeadDim / 16; ++i) {
-            const uint4 packed = __ldg(source + i);
-            const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                values[8 * i + 2 * k] = __uint_as_float(words[k] << 16);
-                values[8 * i + 2 * k + 1] = __uint_as_float(words[k] & 0xffff0000u);
-            }
-        }
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int row = 16 * warp + kRowsAtOnce * i + lane / 8;
+        const uint4* const source = reinterpret_cast<const uint4*>(q + row * (2 * kHeadDim) + part * 32);
+        const bool exists = rows[row] >= 0;  // nobody has written the others
+        raw[i][0] = exists ? source[0] : make_uint4(0, 0, 0, 0);
+        raw[i][1] = exists ? source[1] : make_uint4(0, 0, 0, 0);
     }
-    if (half == 0) positions[row] = position;
-    float amax = kQAmaxFloor;
+    // What is written next lies where other warps' raw rows are.
+    named_barrier_sync(barrier, 4 * kWarp);
+    float factors[kRowsAtOnce];
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) amax = fmaxf(amax, fabsf(values[i]));
-    amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, 1));
-    // Split: the maximum comes to 2^7 to 2^8. That of a row with an infinity is infinity, which yields NaN.
-    const float power = __uint_as_float(__float_as_uint(amax) & 0x7f800000u);
-    const float q_scale = kIsSplit ? power * (1.0f / 128.0f) : amax * (1.0f / kE4m3Max);
-    const float inverse = kIsSplit ? 128.0f / power : kE4m3Max / amax;
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int row = 16 * warp + kRowsAtOnce * i + lane / 8;
+        const uint32_t pairs[8] = {raw[i][0].x, raw[i][0].y, raw[i][0].z, raw[i][0].w,
+                                   raw[i][1].x, raw[i][1].y, raw[i][1].z, raw[i][1].w};
+        float values[16], amax = kQAmaxFloor;
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 32; ++i) {
+        for (int k = 0; k < 8; ++k) {
+            values[2 * k] = __uint_as_float(pairs[k] << 16);
+            values[2 * k + 1] = __uint_as_float(pairs[k] & 0xffff0000u);
+        }
+#pragma unroll
+        for (int k = 0; k < 16; ++k) amax = fmaxf(amax, fabsf(values[k]));
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
+        // Split: the maximum comes to 2^7 to 2^8. That of a row with an infinity is infinity, which yields
+        // NaN.
+        const float power = __uint_as_float(__float_as_uint(amax) & 0x7f800000u);
+        const float q_scale = kIsSplit ? power * (1.0f / 128.0f) : amax * (1.0f / kE4m3Max);
+        const float inverse = kIsSplit ? 128.0f / power : kE4m3Max / amax;
         uint32_t words[4], low_words[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             float v[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) v[j] = values[16 * i + 4 * k + j] * inverse;
+            for (int j = 0; j < 4; ++j) v[j] = values[4 * k + j] * inverse;
             words[k] = cvt_e4m3x4(v[0], v[1], v[2], v[3]);
             const float2 high0 = cvt_float2(words[k] & 0xffff), high1 = cvt_float2(words[k] >> 16);
             low_words[k] = cvt_e4m3x4(v[0] - high0.x, v[1] - high0.y, v[2] - high1.x, v[3] - high1.y);
         }
-        const int chunk = (half * (kHeadDim / 32) + i) ^ (row % 8);
-        *reinterpret_cast<uint4*>(shared_q + row * kHeadDim + chunk * 16) =
-            make_uint4(words[0], words[1], words[2], words[3]);
+        uint8_t* const target = q + row * kHeadDim + (part ^ (row % 8)) * 16;
+        *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
         if constexpr (kIsSplit)
-            *reinterpret_cast<uint4*>(shared_q + kTileRows * kHeadDim + row * kHeadDim + chunk * 16) =
+            *reinterpret_cast<uint4*>(target + kTileRows * kHeadDim) =
                 make_uint4(low_words[0], low_words[1], low_words[2], low_words[3]);
+        factors[i] = logit_factor(unit_factor, q_scale);
     }
-    return logit_factor(p, q_scale);
+    // Row r was turned by lanes 8 * (r % 4) and the next seven, in step r / 4.
+    const int source = lane / 4 % kRowsAtOnce * 8;
+    float mine[kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i) mine[i] = __shfl_sync(kAllLanes, factors[i], source);
+    return lane < 16 ? make_float2(mine[0], mine[2]) : make_float2(mine[1], mine[3]);
 }
 
 }  // namespace pageweaver

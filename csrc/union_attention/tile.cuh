@@ -22,22 +22,23 @@ struct RingPosition {
     }
 };
 
-// Whether this CTA has a tile, in a grid of one CTA a tile, the largest unions first.
-__device__ __forceinline__ bool has_tile(const UnionParams& p) {
-    return p.max_groups > 0 &&
-           static_cast<int>(blockIdx.x) / p.tiles_per_group < p.num_kv_heads * p.counters[kLiveGroups];
+// Tiles of the call; those of the largest unions come first.
+__device__ __forceinline__ int tile_count(const UnionParams& p) {
+    return p.max_groups > 0 ? p.num_kv_heads * p.counters[kLiveGroups] * p.tiles_per_group : 0;
 }
 
-// The tile of this CTA. One of a group's tail may have no queries.
-__device__ __forceinline__ Tile this_tile(const UnionParams& p) {
+// One of a group's tail may have no queries.
+__device__ __forceinline__ Tile tile_at(const UnionParams& p, int number) {
     Tile tile;
-    tile.unit = p.unit_order[blockIdx.x / p.tiles_per_group];
-    tile.index = blockIdx.x % p.tiles_per_group;
-    tile.head = static_cast<int>(tile.unit / p.max_groups);
-    const int group = static_cast<int>(tile.unit % p.max_groups);
+    tile.unit = p.unit_order[number / p.tiles_per_group];
+    tile.index = number % p.tiles_per_group;
+    tile.head = tile.unit / p.max_groups;
+    const int group = tile.unit % p.max_groups;
     tile.request = p.group_requests[group];
     tile.first_slot = p.group_offsets[group] + tile.index * p.queries_per_tile;
     tile.live_queries = min(p.group_offsets[group + 1] - tile.first_slot, p.queries_per_tile);
+    tile.rounds = p.tile_counts[int64_t{tile.unit} * p.tiles_per_group + tile.index];
+    tile.shift = p.seqused_k[tile.request] - p.cu_seqlens_q[tile.request + 1];
     return tile;
 }
 

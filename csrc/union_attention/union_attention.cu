@@ -29,6 +29,7 @@
 // still reads. The tensor core keeps 13 bits of an accumulator's mantissa, so PV starts from zero in every
 // page and is added to O in FP32: O = O * a + PV. Measurements behind each choice: docs/union_attention.md.
 
+#include <algorithm>
 #include <type_traits>
 
 #include "primitives/launch.cuh"
@@ -40,14 +41,16 @@ namespace pageweaver {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kProducerRegisters = 32, kConsumerRegisters = 224;
+// Registers of a producing and of a consuming thread, 256 together. Copies in a cluster need a few more.
+template <bool kIsCluster>
+constexpr int kProducerRegisters = kIsCluster ? 40 : 32;
 constexpr uint32_t kE4m3Ones = 0x38383838u;
 
 template <bool kIsCluster, bool kIsSplit>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     union_attention(const UnionParams p, const __grid_constant__ CUtensorMap key_map) {
     extern __shared__ __align__(1024) uint8_t raw_shared[];
-    auto& shared = *reinterpret_cast<SharedMemory<kIsSplit>*>(raw_shared);
+    auto& shared = *reinterpret_cast<SharedMemory*>(raw_shared);
 
     // Barriers
     constexpr int kReleases = kConsumerWarps * (kIsCluster ? 2 : 1);
@@ -57,10 +60,16 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
             mbarrier_init(smem_address(&shared.full_key[s]), 1);
             mbarrier_init(smem_address(&shared.empty_key[s]), kReleases);
         }
-        for (int s = 0; s < kValueStages<kIsSplit>; ++s) {
+        for (int s = 0; s < kValueStages; ++s) {
             mbarrier_init(smem_address(&shared.full_value[s]), 1);
             mbarrier_init(smem_address(&shared.empty_value[s]), kReleases);
         }
+        for (int s = 0; s < kTileSlots; ++s) {
+            mbarrier_init(smem_address(&shared.full_tile[s]), 1);
+            mbarrier_init(smem_address(&shared.empty_tile[s]), kConsumerWarps + 2);  // and those that copy
+        }
+        mbarrier_init(smem_address(&shared.full_q), 1);
+        mbarrier_init(smem_address(&shared.empty_q), kConsumerWarps);
         fence_mbarrier_init();
     }
     for (ValueSlot& slot : shared.values) slot.ones[threadIdx.x] = kE4m3Ones;
@@ -69,23 +78,20 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     __syncthreads();
     grid_dependency_wait();
 
-    // Schedule
     zero_padding_rows(p);
-    if (!has_tile(p)) return;
-    const Tile tile = this_tile(p);
-    // In a cluster a tile without queries still copies its half of every page.
-    if (!kIsCluster && tile.live_queries <= 0) return;
+    if (kIsCluster && static_cast<int>(blockIdx.x) >= tile_count(p)) return;
     if constexpr (kIsCluster) cluster_sync();  // the other CTA's barriers are ready
 
     // Roles
     const int warp = threadIdx.x / 32;
     if (warp < kThreads / 32 - kConsumerWarps) {
-        setmaxnreg_dec<kProducerRegisters>();
-        if (warp == 0) produce<kIsCluster, true>(p, key_map, shared, tile);
-        if (warp == 1) produce<kIsCluster, false>(p, key_map, shared, tile);
+        setmaxnreg_dec<kProducerRegisters<kIsCluster>>();
+        if (warp == 0) produce_tiles<kIsCluster, true>(p, key_map, shared);
+        if (warp == 1) produce_tiles<kIsCluster, false>(p, key_map, shared);
+        if (warp == 2) draw_tiles<kIsCluster>(p, shared);
     } else {
-        setmaxnreg_inc<kConsumerRegisters>();
-        consume<kIsCluster>(p, shared, tile);
+        setmaxnreg_inc<256 - kProducerRegisters<kIsCluster>>();
+        consume<kIsCluster, kIsSplit>(p, shared);
     }
     // Neither CTA may end while the other still copies to it or releases its slots.
     if constexpr (kIsCluster) {
@@ -101,16 +107,20 @@ cudaError_t launch_union_attention(const UnionParams& p, const CUtensorMap& key_
     const auto launch = [&](auto is_cluster, auto is_split) {
         constexpr bool kIsCluster = decltype(is_cluster)::value, kIsSplit = decltype(is_split)::value;
         constexpr int kCluster = kIsCluster ? 2 : 1;
-        constexpr size_t kShared = sizeof(SharedMemory<kIsSplit>);
+        constexpr size_t kShared = sizeof(SharedMemory);
         if (kIsCluster && p.tiles_per_group != 2) return cudaErrorInvalidValue;
         auto* const kernel = union_attention<kIsCluster, kIsSplit>;
-        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       static_cast<int>(kShared));
+        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(kShared));
+        int multiprocessors = 0;
+        if (error == cudaSuccess) error = count_multiprocessors(multiprocessors);
         if (error != cudaSuccess) return error;
         // One cluster at least: a call without a tile still zeroes its padding rows.
-        const int64_t tiles = int64_t{p.num_kv_heads} * p.max_groups * p.tiles_per_group;
-        return launch_dependent(kernel, kCluster, tiles < 1 ? kCluster : tiles, kThreads, kShared, stream, p,
-                                key_map);
+        const int64_t tiles =
+            std::max<int64_t>(kCluster, int64_t{p.num_kv_heads} * p.max_groups * p.tiles_per_group);
+        const int64_t ctas =
+            kIsCluster ? tiles : std::min<int64_t>(tiles, int64_t{kCtasPerSm} * multiprocessors);
+        return launch_dependent(kernel, kCluster, ctas, kThreads, kShared, stream, p, key_map);
     };
     const auto with_arithmetic = [&](auto is_cluster) {
         return arithmetic == Arithmetic::kSplit ? launch(is_cluster, std::true_type{})

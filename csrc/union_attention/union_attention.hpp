@@ -10,7 +10,7 @@ namespace pageweaver {
 
 // How the tiles of a group meet CTAs. Results are the same bit for bit.
 enum class Mapping : int32_t {
-    kIndependent = 0,  // each tile is a CTA that loads the pages its own queries selected
+    kIndependent = 0,  // each tile loads the pages that its own queries selected
     kCluster = 1,  // the two tiles of a group are a cluster that shares the group's page stream by multicast
 };
 
@@ -40,7 +40,7 @@ struct UnionParams {
     const int32_t* union_counts;    // [num_kv_heads, max_groups]
     const int32_t* tile_counts;     // [num_kv_heads, max_groups, tiles_per_group]
     const int32_t* unit_order;      // [num_kv_heads * max_groups]
-    const int32_t* counters;
+    int32_t* counters;            // as in prepare.hpp
     const int32_t* packed_slots;  // [num_kv_heads, batch_size, max_pages]
     const uint8_t* packed_v;      // [max_packed, head_dim, page_size]
     // Scales: the pointer wins where it is not null.
