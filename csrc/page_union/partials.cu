@@ -9,7 +9,7 @@
 // of one tile after the other. Warpgroup 1 consumes: it holds a tile of 64 head-rows, all of them of members,
 // and its warp w rows 16 w to 16 w + 15.
 //
-// Shared memory of pairs / single pages, 105 / 100 KiB: pages (K 16 KiB, V^T 16 KiB) 3 / 2, tiles of queries
+// Shared memory of pairs / single pages, 106 / 102 KiB: pages (K 16 KiB, V^T 16 KiB) 3 / 2, tiles of queries
 // (9 KiB) 1 / 4, ones, what the units and tiles are, barriers. A unit keeps its one or two pages through all
 // of its tiles, at most kUnitTiles; the next page comes meanwhile. Fragments of a tile's queries go to
 // registers at once, so that its place is free for another tile while it is multiplied.
@@ -65,8 +65,9 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
         stages[i] = last.stage;
     }
 
-    // Q of the next tile as A fragments.
+    // Takes Q of the next tile as A fragments, and the logit factors of this thread's two rows.
     uint32_t q_fragments[16];
+    float factor0, factor1;
     const auto take_queries = [&] {
         mbarrier_wait(smem_address(&shared.full_tile[tile_ring.stage]), tile_ring.phase);
 #pragma unroll
@@ -78,12 +79,24 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
 #pragma unroll
             for (int k = 0; k < 8; ++k) q_fragments[2 * k + half] = words[k];
         }
+        const auto factor = [&](int row) {
+            return *reinterpret_cast<const float*>(shared.queries[tile_ring.stage] + row * kQueryRowBytes +
+                                                   kHeadDim);
+        };
+        factor0 = factor(row0);
+        factor1 = factor(row0 + 8);
+    };
+    // Gives its place back. The copy engine writes there next: a fence orders these reads before it.
+    const auto release_queries = [&] {
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tile_ring.stage]));
     };
 
     float scores[kPages][64], acc[64], sums[4];
     uint32_t probabilities[kPages][16];
     int mine0, mine1;
-    float factor0, factor1, top0, top1;
+    float top0, top1;
 
     const auto issue_qk = [&](int i) {
         const uint64_t operand = wgmma_descriptor(smem_address(shared.keys[stages[i]]));
@@ -179,17 +192,11 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
     };
 
     // Starts on the tile whose queries were taken and whose scores are on their way: takes the members that
-    // own this thread's two rows and their logit factors, and gives the tile's place back.
+    // own this thread's two rows.
     const auto begin_tile = [&] {
-        const auto take = [&](int row, int& mine, float& factor) {
-            mine = shared.members[tile_ring.stage][row >> p.group_shift];
-            factor = *reinterpret_cast<const float*>(shared.queries[tile_ring.stage] + row * kQueryRowBytes +
-                                                     kHeadDim);
-        };
-        take(row0, mine0, factor0);
-        take(row0 + 8, mine1, factor1);
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tile_ring.stage]));
+        const int32_t* const members = shared.members[tile_ring.phase][tile_ring.stage];
+        mine0 = members[row0 >> p.group_shift];
+        mine1 = members[(row0 + 8) >> p.group_shift];
         tile_ring.advance();
         top0 = top1 = -INFINITY;
         if constexpr (kPages == 2) {
@@ -203,9 +210,11 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
         fence_registers(scores[kPages - 1]);
         raise_maxima(kPages - 1);
         exponentiate();
+        // From here on the logits of the maxima: the factors of the next tile come.
+        top0 *= factor0;
+        top1 *= factor1;
     };
-    const auto store_row = [&](int tile, int tile_row, int mine, float total, float top, float factor,
-                               int offset) {
+    const auto store_row = [&](int tile, int tile_row, int mine, float total, float top, int offset) {
         if (tile * queries_per_tile + (tile_row >> p.group_shift) >= unit.members) return;
         const int sub = tile_row & ((1 << p.group_shift) - 1);
         const int64_t row =
@@ -223,17 +232,18 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
             }
             __stcs(target + 4 * g, make_uint4(words[0], words[1], words[2], words[3]));
         }
-        if (quad == 0) p.lse_partials[row] = (top * factor + log2f(total) - kPScaleLog2) * kLn2;
+        if (quad == 0) p.lse_partials[row] = (top + log2f(total) - kPScaleLog2) * kLn2;
     };
     const auto store_tile = [&](int tile) {
         fence_registers(sums);
         fence_registers(acc);
-        store_row(tile, row0, mine0, sums[0], top0, factor0, 0);
-        store_row(tile, row0 + 8, mine1, sums[2], top1, factor1, 2);
+        store_row(tile, row0, mine0, sums[0], top0, 0);
+        store_row(tile, row0 + 8, mine1, sums[2], top1, 2);
     };
 
     take_queries();
     issue_qk(0);
+    release_queries();
     if constexpr (kPages == 2) mbarrier_wait(smem_address(&shared.full[last.stage]), last.phase);
     begin_tile();
     for (int tile = 0; tile < tiles - 1; ++tile) {
@@ -241,6 +251,7 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
         issue_pv();
         take_queries();
         issue_qk(0);
+        release_queries();
         wgmma_wait_group<1>();
         store_tile(tile);
         begin_tile();

@@ -30,8 +30,10 @@ struct SharedMemory {
     uint8_t keys[kSlots<kPages>][kPageBytes];
     uint8_t values[kSlots<kPages>][kPageBytes];
     uint8_t queries[kTiles<kPages>][kTileBytes];
-    uint32_t ones[kOnesBytes / 4];               // 8 rows of 1.0 in e4m3
-    int32_t members[kTiles<kPages>][kTileRows];  // query << 5 | slot
+    uint32_t ones[kOnesBytes / 4];  // 8 rows of 1.0 in e4m3
+    // query << 5 | slot. They are read after the tile's place was given back, before the next tile's is: two
+    // turns of the ring.
+    int32_t members[2][kTiles<kPages>][kTileRows];
     Unit units[kSlots<kPages>];
     uint64_t full[kSlots<kPages>], empty[kSlots<kPages>];
     uint64_t full_tile[kTiles<kPages>], empty_tile[kTiles<kPages>];
@@ -131,7 +133,7 @@ __device__ void gather_queries(const PageUnionParams& p, SharedMemory<kPages>& s
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 if (lane + kWarp * i < queries_per_tile)
-                    shared.members[tiles.stage][lane + kWarp * i] = next[i];
+                    shared.members[tiles.phase][tiles.stage][lane + kWarp * i] = next[i];
             __syncwarp();
             if (lane == 0) mbarrier_arrive_expect_tx(full, kTileBytes);
             __syncwarp();
