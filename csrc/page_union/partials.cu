@@ -47,10 +47,12 @@ __device__ __forceinline__ const Fragment& fragment(const uint32_t (&registers)[
     return *reinterpret_cast<const Fragment*>(&registers[4 * k]);
 }
 
-// The consumer warpgroup on one unit of kPages pages; the rings stand at its first page and tile.
-template <int kPages>
-__device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<kPages>& shared,
-                                        PageRing<kPages>& ring, TileRing<kPages>& tile_ring) {
+// The consumer warpgroup on one unit; the rings stand at its first page and tile.
+template <typename Shared>
+__device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared,
+                                        typename Shared::PageRing& ring,
+                                        typename Shared::TileRing& tile_ring) {
+    constexpr int kPages = Shared::kPages, kParts = Shared::kIsSplit ? 2 : 1;
     const int warp = threadIdx.x / kWarp % kConsumerWarps, lane = threadIdx.x % kWarp;
     const int quad = lane % 4, row0 = 16 * warp + lane / 4;
     const int queries_per_tile = kTileRows >> p.group_shift;
@@ -58,7 +60,7 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
     const int tiles = (unit.members + queries_per_tile - 1) / queries_per_tile;
 
     int stages[kPages];
-    PageRing<kPages> last = ring;
+    typename Shared::PageRing last = ring;
 #pragma unroll
     for (int i = 0; i < kPages; ++i) {
         if (i > 0) last.advance();
@@ -66,22 +68,26 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
     }
 
     // Takes Q of the next tile as A fragments, and the logit factors of this thread's two rows.
-    uint32_t q_fragments[16];
+    uint32_t q_fragments[kParts][16];  // high parts, then low parts
     float factor0, factor1;
     const auto take_queries = [&] {
         mbarrier_wait(smem_address(&shared.full_tile[tile_ring.stage]), tile_ring.phase);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const uint4* source = reinterpret_cast<const uint4*>(
-                shared.queries[tile_ring.stage] + (row0 + 8 * half) * kQueryRowBytes + 32 * quad);
-            const uint4 low = source[0], high = source[1];
-            const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        for (int part = 0; part < kParts; ++part)
 #pragma unroll
-            for (int k = 0; k < 8; ++k) q_fragments[2 * k + half] = words[k];
-        }
+            for (int half = 0; half < 2; ++half) {
+                const uint4* source = reinterpret_cast<const uint4*>(shared.queries[tile_ring.stage] +
+                                                                     (row0 + 8 * half) * Shared::kRowBytes +
+                                                                     part * kHeadDim + 32 * quad);
+                const uint4 first = source[0], second = source[1];
+                const uint32_t words[8] = {first.x,  first.y,  first.z,  first.w,
+                                           second.x, second.y, second.z, second.w};
+#pragma unroll
+                for (int k = 0; k < 8; ++k) q_fragments[part][2 * k + half] = words[k];
+            }
         const auto factor = [&](int row) {
-            return *reinterpret_cast<const float*>(shared.queries[tile_ring.stage] + row * kQueryRowBytes +
-                                                   kHeadDim);
+            return *reinterpret_cast<const float*>(shared.queries[tile_ring.stage] + row * Shared::kRowBytes +
+                                                   kParts * kHeadDim);
         };
         factor0 = factor(row0);
         factor1 = factor(row0 + 8);
@@ -94,7 +100,7 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
     };
 
     float scores[kPages][64], acc[64], sums[4];
-    uint32_t probabilities[kPages][16];
+    uint32_t probabilities[kPages][kParts][16];
     int mine0, mine1;
     float top0, top1;
 
@@ -102,9 +108,11 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
         const uint64_t operand = wgmma_descriptor(smem_address(shared.keys[stages[i]]));
         discard_registers(scores[i]);
         wgmma_fence();
+        // Low parts first: what the accumulator truncates is then relative to them.
 #pragma unroll
-        for (int k = 0; k < kHeadDim / 32; ++k)
-            wgmma_m64n128k32_rs(scores[i], fragment(q_fragments, k), operand + 2 * k, k > 0);
+        for (int k = 0; k < kParts * kHeadDim / 32; ++k)
+            wgmma_m64n128k32_rs(scores[i], fragment(q_fragments[kParts - 1 - k / 4], k % 4),
+                                operand + 2 * (k % 4), k > 0);
         wgmma_commit_group();
     };
     // Row sums of the rounded probabilities are their product with a column of ones.
@@ -114,14 +122,18 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
         discard_registers(acc);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kPages; ++i) {
-            const uint64_t operand = wgmma_descriptor(smem_address(shared.values[stages[i]]));
+        for (int part = kParts - 1; part >= 0; --part)
 #pragma unroll
-            for (int k = 0; k < kPageSize / 32; ++k) {
-                wgmma_m64n8k32_rs(sums, fragment(probabilities[i], k), ones, i + k > 0);
-                wgmma_m64n128k32_rs(acc, fragment(probabilities[i], k), operand + 2 * k, i + k > 0);
+            for (int i = 0; i < kPages; ++i) {
+                const uint64_t operand = wgmma_descriptor(smem_address(shared.values[stages[i]]));
+#pragma unroll
+                for (int k = 0; k < kPageSize / 32; ++k) {
+                    const Fragment& weights = fragment(probabilities[i][part], k);
+                    const bool adds = part < kParts - 1 || i + k > 0;
+                    wgmma_m64n8k32_rs(sums, weights, ones, adds);
+                    wgmma_m64n128k32_rs(acc, weights, operand + 2 * k, adds);
+                }
             }
-        }
         wgmma_commit_group();
     };
 
@@ -186,8 +198,18 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
                 for (int j = 0; j < 8; ++j)
                     e[j] = ex2_approx(j % 4 < 2 ? fmaf(scores[i][8 * k + j], factor0, base0)
                                                 : fmaf(scores[i][8 * k + j], factor1, base1));
-                probabilities[i][2 * k] = cvt_e4m3x4(e[0], e[1], e[4], e[5]);
-                probabilities[i][2 * k + 1] = cvt_e4m3x4(e[2], e[3], e[6], e[7]);
+                if constexpr (kParts == 2) {
+                    float high[8];
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) {
+                        high[j] = round_to_e4m3(e[j]);
+                        e[j] -= high[j];
+                    }
+                    probabilities[i][0][2 * k] = cvt_e4m3x4(high[0], high[1], high[4], high[5]);
+                    probabilities[i][0][2 * k + 1] = cvt_e4m3x4(high[2], high[3], high[6], high[7]);
+                }
+                probabilities[i][kParts - 1][2 * k] = cvt_e4m3x4(e[0], e[1], e[4], e[5]);
+                probabilities[i][kParts - 1][2 * k + 1] = cvt_e4m3x4(e[2], e[3], e[6], e[7]);
             }
     };
 
@@ -241,25 +263,42 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
         store_row(tile, row0 + 8, mine1, sums[2], top1, 2);
     };
 
-    take_queries();
-    issue_qk(0);
-    release_queries();
-    if constexpr (kPages == 2) mbarrier_wait(smem_address(&shared.full[last.stage]), last.phase);
-    begin_tile();
-    for (int tile = 0; tile < tiles - 1; ++tile) {
-        softmax();
-        issue_pv();
+    const auto start_tile = [&] {
         take_queries();
         issue_qk(0);
         release_queries();
-        wgmma_wait_group<1>();
-        store_tile(tile);
+    };
+    const auto wait_last_page = [&] {
+        if constexpr (kPages == 2) mbarrier_wait(smem_address(&shared.full[last.stage]), last.phase);
+    };
+    if constexpr (Shared::kIsSplit) {
+        // Two parts of Q and of probabilities have no room beside each other: the CTAs of an SM overlap.
+        for (int tile = 0; tile < tiles; ++tile) {
+            start_tile();
+            wait_last_page();
+            begin_tile();
+            softmax();
+            issue_pv();
+            wgmma_wait_group<0>();
+            store_tile(tile);
+        }
+    } else {
+        start_tile();
+        wait_last_page();
         begin_tile();
+        for (int tile = 0; tile < tiles - 1; ++tile) {
+            softmax();
+            issue_pv();
+            start_tile();
+            wgmma_wait_group<1>();
+            store_tile(tile);
+            begin_tile();
+        }
+        softmax();
+        issue_pv();
+        wgmma_wait_group<0>();
+        store_tile(tiles - 1);
     }
-    softmax();
-    issue_pv();
-    wgmma_wait_group<0>();
-    store_tile(tiles - 1);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kPages; ++i) {
@@ -268,20 +307,21 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
     }
 }
 
-template <int kPages>
+template <int kPages, bool kIsSplit>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     produce_partials(const PageUnionParams p, const __grid_constant__ CUtensorMap key_map) {
     extern __shared__ __align__(1024) uint8_t raw_shared[];
-    SharedMemory<kPages>& shared = *reinterpret_cast<SharedMemory<kPages>*>(raw_shared);
+    using Shared = SharedMemory<kPages, kIsSplit>;
+    Shared& shared = *reinterpret_cast<Shared*>(raw_shared);
 
     // Barriers
     if (threadIdx.x == 0) {
         prefetch_tensormap(&key_map);
-        for (int s = 0; s < kSlots<kPages>; ++s) {
+        for (int s = 0; s < Shared::kSlots; ++s) {
             mbarrier_init(smem_address(&shared.full[s]), 1);
             mbarrier_init(smem_address(&shared.empty[s]), kConsumerWarps + 1);  // and the gathering warp
         }
-        for (int s = 0; s < kTiles<kPages>; ++s) {
+        for (int s = 0; s < Shared::kTiles; ++s) {
             mbarrier_init(smem_address(&shared.full_tile[s]), 1);
             mbarrier_init(smem_address(&shared.empty_tile[s]), kConsumerWarps);
         }
@@ -299,31 +339,40 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     // Roles
     if (threadIdx.x < kThreads - 32 * kConsumerWarps) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) load_units<kPages>(p, key_map, shared);
-        if (threadIdx.x / kWarp == 1) gather_queries<kPages>(p, shared);
+        if (threadIdx.x == 0) load_units(p, key_map, shared);
+        if (threadIdx.x / kWarp == 1) gather_queries(p, shared);
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        PageRing<kPages> ring;
-        TileRing<kPages> tile_ring;
+        typename Shared::PageRing ring;
+        typename Shared::TileRing tile_ring;
         for (;;) {
             mbarrier_wait(smem_address(&shared.full[ring.stage]), ring.phase);
             if (shared.units[ring.stage].members == 0) break;
-            consume<kPages>(p, shared, ring, tile_ring);
+            consume(p, shared, ring, tile_ring);
         }
     }
     // Whoever waits for this kernel waits for both.
     if (follows) grid_dependency_wait();
 }
 
-template <int kPages>
+template <int kPages, bool kIsSplit>
 cudaError_t launch_units(const PageUnionParams& p, const CUtensorMap& key_map, int multiprocessors,
                          cudaStream_t stream) {
+    constexpr size_t kShared = sizeof(SharedMemory<kPages, kIsSplit>);
+    auto* const kernel = produce_partials<kPages, kIsSplit>;
     const cudaError_t error =
-        cudaFuncSetAttribute(produce_partials<kPages>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(sizeof(SharedMemory<kPages>)));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
     if (error != cudaSuccess) return error;
-    return launch_dependent(produce_partials<kPages>, 1, int64_t{kCtasPerSm} * multiprocessors, kThreads,
-                            sizeof(SharedMemory<kPages>), stream, p, key_map);
+    return launch_dependent(kernel, 1, int64_t{kCtasPerSm} * multiprocessors, kThreads, kShared, stream, p,
+                            key_map);
+}
+
+template <bool kIsSplit>
+cudaError_t launch_all_units(const PageUnionParams& p, const CUtensorMap& key_map, int multiprocessors,
+                             cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    if (p.has_pairs) error = launch_units<2, kIsSplit>(p, key_map, multiprocessors, stream);
+    return error == cudaSuccess ? launch_units<1, kIsSplit>(p, key_map, multiprocessors, stream) : error;
 }
 
 }  // namespace
@@ -338,8 +387,9 @@ cudaError_t launch_page_partials(const PageUnionParams& p, const CUtensorMap& ke
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (error == cudaSuccess) error = launch_quantize_queries(p, stream);
-    if (error == cudaSuccess && p.has_pairs) error = launch_units<2>(p, key_map, multiprocessors, stream);
-    return error == cudaSuccess ? launch_units<1>(p, key_map, multiprocessors, stream) : error;
+    if (error != cudaSuccess) return error;
+    return p.is_split ? launch_all_units<true>(p, key_map, multiprocessors, stream)
+                      : launch_all_units<false>(p, key_map, multiprocessors, stream);
 }
 
 }  // namespace pageweaver
