@@ -26,8 +26,8 @@ def kernels() -> None:
         pytest.skip(reason)
 
 
-# Orders have no arithmetic of their own: one grouping is enough in the second one, and pairs run both kernels of
-# page_union.
+# Orders have no arithmetic of their own: one grouping is enough in the second one, and pairs run both kernels
+# of page_union.
 SPLIT = (*(target for target in SPLIT_TARGETS if target.strategy == "union8"), PAGE_SPLIT_TARGETS[0])
 
 
