@@ -1,6 +1,6 @@
-// Producer of page union, FP8: every unit of work gathers the queries that selected its page, or both pages
-// of its pair, and writes a normalised partial output and its LSE for each. One kernel runs the units of
-// pairs, then one those of single pages, whose CTAs start as the other's end.
+// Producer of page union over FP8 caches: every unit of work gathers the queries that selected its page, or
+// both pages of its pair, and writes a normalised partial output and its LSE for each. One kernel runs the
+// units of pairs, then one those of single pages, whose CTAs start as the other's end.
 //
 // Grid: two CTAs an SM for the whole launch; a CTA takes the next unit, the largest first, until there is
 // none.
@@ -9,20 +9,28 @@
 // of one tile after the other. Warpgroup 1 consumes: it holds a tile of 64 head-rows, all of them of members,
 // and its warp w rows 16 w to 16 w + 15.
 //
-// Shared memory of pairs / single pages, 106 / 102 KiB: pages (K 16 KiB, V^T 16 KiB) 3 / 2, tiles of queries
-// (9 KiB) 1 / 4, ones, what the units and tiles are, barriers. A unit keeps its one or two pages through all
-// of its tiles, at most kUnitTiles; the next page comes meanwhile. Fragments of a tile's queries go to
-// registers at once, so that its place is free for another tile while it is multiplied.
+// Arithmetic: single E4M3 parts of Q and probabilities, or (kIsSplit) a high and a low part of both, whose
+// products go into one accumulator, low parts first.
 //
-// Registers: 32 producing, 224 consuming (scores 64 a page, output 64, probabilities 16 a page, Q 16).
+// Shared memory of pairs / single pages / split, 106 / 102 / 100 KiB: pages (K 16 KiB, V^T 16 KiB) 3 / 2 / 2,
+// tiles of queries (9 KiB, split 17) 1 / 4 / 2, ones, what the units and tiles are, barriers. A unit keeps
+// its one or two pages through all of its tiles, at most kUnitTiles; the next page comes meanwhile. Fragments
+// of a tile's queries go to registers at once, so that its place is free for another tile while it is
+// multiplied.
+//
+// Registers: 32 producing, 224 consuming (scores 64 a page, output 64, probabilities 16 a page and part, Q 16
+// a part).
 //
 // Tile t of a pair, beside a tile of another CTA on the SM (a single page has no b):
 //
 //   tensor cores     QK(t) b |                  | PV(t), QK(t+1) a    | QK(t+1) b
 //   everything else  max a   | max b, exp, pack | normalise, store(t) | max a
 //
-// One maximum covers both pages, so nothing is ever rescaled. Rows past the unit's last member are not
-// stored. Measurements: docs/page_union.md.
+// Split has no registers for QK beside PV: its steps follow one another, and the other CTA fills the gaps.
+//
+// Invariants: one maximum covers both pages, so nothing is ever rescaled. Rows past the unit's last member
+// are not stored. Ordinary loads read what the copy engine wrote (Q and its factors) and will overwrite: a
+// proxy fence stands between them and giving the place back. Measurements: docs/page_union.md.
 
 #include <cuda_bf16.h>
 
