@@ -196,6 +196,26 @@ class TestPartials:
         torch.cuda.synchronize()
         assert int(differ) == 0
 
+    def test_busy_memory(self, target: Target) -> None:
+        """The same bits 400 times while another stream keeps memory busy, so that reads and writes wait."""
+        problem = selected("mid", 1000)
+        strategy = target.load(problem)
+        workspace, out = strategy.workspace(problem), torch.empty_like(problem.q)
+        expected = strategy(problem, None, None, workspace)
+        differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        other = torch.cuda.Stream()
+        with torch.cuda.stream(other):
+            source, copy = torch.zeros(2, 2**27, dtype=torch.uint8, device=DEVICE)
+        torch.cuda.synchronize()
+        for _ in range(400):
+            with torch.cuda.stream(other):
+                for _ in range(4):
+                    copy.copy_(source)
+            strategy(problem, out, None, workspace)
+            differ += (out.view(torch.int16) != expected.view(torch.int16)).sum()
+        torch.cuda.synchronize()
+        assert int(differ) == 0
+
 
 class TestC17Combine:
     """The combine alone, on partials made by hand."""
