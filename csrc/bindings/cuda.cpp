@@ -95,7 +95,7 @@ PageUnionParams read_page_union(const py::dict& arguments) {
     READ(unit_tickets), READ(softmax_scale_pointer), READ(k_scale_pointer), READ(v_scale_pointer);
     READ(softmax_scale), READ(k_scale), READ(v_scale), READ(total_q), READ(topk), READ(num_kv_heads);
     READ(num_qo_heads), READ(batch_size), READ(max_pages), READ(max_units), READ(group_shift);
-    READ(has_pairs);
+    READ(has_pairs), READ(is_split);
     return params;
 }
 

@@ -13,8 +13,10 @@ constexpr int kUnitTiles = 16;  // most 64-row tiles a unit
 // class.
 constexpr int kClasses = 2 * kUnitTiles;
 constexpr int kMostPaired = 1024;
-// A quantised head-row: head_dim bytes, its logit factor, and what keeps eight rows apart in shared memory.
-constexpr int kQueryRowBytes = 144;
+// A quantised head-row: head_dim bytes a part, its logit factor, and what keeps eight rows apart in shared
+// memory.
+template <bool kIsSplit>
+constexpr int kQueryRowBytes = kIsSplit ? 272 : 144;
 
 // What building the lists of one call reads and fills. Pointers are device addresses; strides are in
 // elements. A list is the members that a page, or a page and its partner, run together: `[.., 0]` the page's
@@ -84,6 +86,7 @@ struct PageUnionParams {
     int32_t total_q, topk, num_kv_heads, num_qo_heads, batch_size, max_pages, max_units;
     int32_t group_shift;  // log2 of the query heads a KV head
     bool has_pairs;       // whether there may be units of pairs
+    bool is_split;        // two E4M3 parts of Q and of probabilities, not one
 };
 
 // Finds who selected which page, pairs pages, builds the work lists and says which pages' V to pack.

@@ -1,6 +1,6 @@
-// Producer of page union, FP8: every unit of work gathers the queries that selected its page, or both pages
-// of its pair, and writes a normalised partial output and its LSE for each. One kernel runs the units of
-// pairs, then one those of single pages, whose CTAs start as the other's end.
+// Producer of page union over FP8 caches: every unit of work gathers the queries that selected its page, or
+// both pages of its pair, and writes a normalised partial output and its LSE for each. One kernel runs the
+// units of pairs, then one those of single pages, whose CTAs start as the other's end.
 //
 // Grid: two CTAs an SM for the whole launch; a CTA takes the next unit, the largest first, until there is
 // none.
@@ -9,20 +9,28 @@
 // of one tile after the other. Warpgroup 1 consumes: it holds a tile of 64 head-rows, all of them of members,
 // and its warp w rows 16 w to 16 w + 15.
 //
-// Shared memory of pairs / single pages, 105 / 100 KiB: pages (K 16 KiB, V^T 16 KiB) 3 / 2, tiles of queries
-// (9 KiB) 1 / 4, ones, what the units and tiles are, barriers. A unit keeps its one or two pages through all
-// of its tiles, at most kUnitTiles; the next page comes meanwhile. Fragments of a tile's queries go to
-// registers at once, so that its place is free for another tile while it is multiplied.
+// Arithmetic: single E4M3 parts of Q and probabilities, or (kIsSplit) a high and a low part of both, whose
+// products go into one accumulator, low parts first.
 //
-// Registers: 32 producing, 224 consuming (scores 64 a page, output 64, probabilities 16 a page, Q 16).
+// Shared memory of pairs / single pages / split, 106 / 102 / 100 KiB: pages (K 16 KiB, V^T 16 KiB) 3 / 2 / 2,
+// tiles of queries (9 KiB, split 17) 1 / 4 / 2, ones, what the units and tiles are, barriers. A unit keeps
+// its one or two pages through all of its tiles, at most kUnitTiles; the next page comes meanwhile. Fragments
+// of a tile's queries go to registers at once, so that its place is free for another tile while it is
+// multiplied.
+//
+// Registers: 32 producing, 224 consuming (scores 64 a page, output 64, probabilities 16 a page and part, Q 16
+// a part).
 //
 // Tile t of a pair, beside a tile of another CTA on the SM (a single page has no b):
 //
 //   tensor cores     QK(t) b |                  | PV(t), QK(t+1) a    | QK(t+1) b
 //   everything else  max a   | max b, exp, pack | normalise, store(t) | max a
 //
-// One maximum covers both pages, so nothing is ever rescaled. Rows past the unit's last member are not
-// stored. Measurements: docs/page_union.md.
+// Split has no registers for QK beside PV: its steps follow one another, and the other CTA fills the gaps.
+//
+// Invariants: one maximum covers both pages, so nothing is ever rescaled. Rows past the unit's last member
+// are not stored. Ordinary loads read what the copy engine wrote (Q and its factors) and will overwrite: a
+// proxy fence stands between them and giving the place back. Measurements: docs/page_union.md.
 
 #include <cuda_bf16.h>
 
@@ -47,10 +55,12 @@ __device__ __forceinline__ const Fragment& fragment(const uint32_t (&registers)[
     return *reinterpret_cast<const Fragment*>(&registers[4 * k]);
 }
 
-// The consumer warpgroup on one unit of kPages pages; the rings stand at its first page and tile.
-template <int kPages>
-__device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<kPages>& shared,
-                                        PageRing<kPages>& ring, TileRing<kPages>& tile_ring) {
+// The consumer warpgroup on one unit; the rings stand at its first page and tile.
+template <typename Shared>
+__device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared,
+                                        typename Shared::PageRing& ring,
+                                        typename Shared::TileRing& tile_ring) {
+    constexpr int kPages = Shared::kPages, kParts = Shared::kIsSplit ? 2 : 1;
     const int warp = threadIdx.x / kWarp % kConsumerWarps, lane = threadIdx.x % kWarp;
     const int quad = lane % 4, row0 = 16 * warp + lane / 4;
     const int queries_per_tile = kTileRows >> p.group_shift;
@@ -58,40 +68,59 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
     const int tiles = (unit.members + queries_per_tile - 1) / queries_per_tile;
 
     int stages[kPages];
-    PageRing<kPages> last = ring;
+    typename Shared::PageRing last = ring;
 #pragma unroll
     for (int i = 0; i < kPages; ++i) {
         if (i > 0) last.advance();
         stages[i] = last.stage;
     }
 
-    // Q of the next tile as A fragments.
-    uint32_t q_fragments[16];
+    // Takes Q of the next tile as A fragments, and the logit factors of this thread's two rows.
+    uint32_t q_fragments[kParts][16];  // high parts, then low parts
+    float factor0, factor1;
     const auto take_queries = [&] {
         mbarrier_wait(smem_address(&shared.full_tile[tile_ring.stage]), tile_ring.phase);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const uint4* source = reinterpret_cast<const uint4*>(
-                shared.queries[tile_ring.stage] + (row0 + 8 * half) * kQueryRowBytes + 32 * quad);
-            const uint4 low = source[0], high = source[1];
-            const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        for (int part = 0; part < kParts; ++part)
 #pragma unroll
-            for (int k = 0; k < 8; ++k) q_fragments[2 * k + half] = words[k];
-        }
+            for (int half = 0; half < 2; ++half) {
+                const uint4* source = reinterpret_cast<const uint4*>(shared.queries[tile_ring.stage] +
+                                                                     (row0 + 8 * half) * Shared::kRowBytes +
+                                                                     part * kHeadDim + 32 * quad);
+                const uint4 first = source[0], second = source[1];
+                const uint32_t words[8] = {first.x,  first.y,  first.z,  first.w,
+                                           second.x, second.y, second.z, second.w};
+#pragma unroll
+                for (int k = 0; k < 8; ++k) q_fragments[part][2 * k + half] = words[k];
+            }
+        const auto factor = [&](int row) {
+            return *reinterpret_cast<const float*>(shared.queries[tile_ring.stage] + row * Shared::kRowBytes +
+                                                   kParts * kHeadDim);
+        };
+        factor0 = factor(row0);
+        factor1 = factor(row0 + 8);
+    };
+    // Gives its place back. The copy engine writes there next: a fence orders these reads before it.
+    const auto release_queries = [&] {
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tile_ring.stage]));
     };
 
     float scores[kPages][64], acc[64], sums[4];
-    uint32_t probabilities[kPages][16];
+    uint32_t probabilities[kPages][kParts][16];
     int mine0, mine1;
-    float factor0, factor1, top0, top1;
+    float top0, top1;
 
     const auto issue_qk = [&](int i) {
         const uint64_t operand = wgmma_descriptor(smem_address(shared.keys[stages[i]]));
         discard_registers(scores[i]);
         wgmma_fence();
+        // Low parts first: what the accumulator truncates is then relative to them.
 #pragma unroll
-        for (int k = 0; k < kHeadDim / 32; ++k)
-            wgmma_m64n128k32_rs(scores[i], fragment(q_fragments, k), operand + 2 * k, k > 0);
+        for (int k = 0; k < kParts * kHeadDim / 32; ++k)
+            wgmma_m64n128k32_rs(scores[i], fragment(q_fragments[kParts - 1 - k / 4], k % 4),
+                                operand + 2 * (k % 4), k > 0);
         wgmma_commit_group();
     };
     // Row sums of the rounded probabilities are their product with a column of ones.
@@ -101,14 +130,18 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
         discard_registers(acc);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kPages; ++i) {
-            const uint64_t operand = wgmma_descriptor(smem_address(shared.values[stages[i]]));
+        for (int part = kParts - 1; part >= 0; --part)
 #pragma unroll
-            for (int k = 0; k < kPageSize / 32; ++k) {
-                wgmma_m64n8k32_rs(sums, fragment(probabilities[i], k), ones, i + k > 0);
-                wgmma_m64n128k32_rs(acc, fragment(probabilities[i], k), operand + 2 * k, i + k > 0);
+            for (int i = 0; i < kPages; ++i) {
+                const uint64_t operand = wgmma_descriptor(smem_address(shared.values[stages[i]]));
+#pragma unroll
+                for (int k = 0; k < kPageSize / 32; ++k) {
+                    const Fragment& weights = fragment(probabilities[i][part], k);
+                    const bool adds = part < kParts - 1 || i + k > 0;
+                    wgmma_m64n8k32_rs(sums, weights, ones, adds);
+                    wgmma_m64n128k32_rs(acc, weights, operand + 2 * k, adds);
+                }
             }
-        }
         wgmma_commit_group();
     };
 
@@ -173,23 +206,27 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
                 for (int j = 0; j < 8; ++j)
                     e[j] = ex2_approx(j % 4 < 2 ? fmaf(scores[i][8 * k + j], factor0, base0)
                                                 : fmaf(scores[i][8 * k + j], factor1, base1));
-                probabilities[i][2 * k] = cvt_e4m3x4(e[0], e[1], e[4], e[5]);
-                probabilities[i][2 * k + 1] = cvt_e4m3x4(e[2], e[3], e[6], e[7]);
+                if constexpr (kParts == 2) {
+                    float high[8];
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) {
+                        high[j] = round_to_e4m3(e[j]);
+                        e[j] -= high[j];
+                    }
+                    probabilities[i][0][2 * k] = cvt_e4m3x4(high[0], high[1], high[4], high[5]);
+                    probabilities[i][0][2 * k + 1] = cvt_e4m3x4(high[2], high[3], high[6], high[7]);
+                }
+                probabilities[i][kParts - 1][2 * k] = cvt_e4m3x4(e[0], e[1], e[4], e[5]);
+                probabilities[i][kParts - 1][2 * k + 1] = cvt_e4m3x4(e[2], e[3], e[6], e[7]);
             }
     };
 
     // Starts on the tile whose queries were taken and whose scores are on their way: takes the members that
-    // own this thread's two rows and their logit factors, and gives the tile's place back.
+    // own this thread's two rows.
     const auto begin_tile = [&] {
-        const auto take = [&](int row, int& mine, float& factor) {
-            mine = shared.members[tile_ring.stage][row >> p.group_shift];
-            factor = *reinterpret_cast<const float*>(shared.queries[tile_ring.stage] + row * kQueryRowBytes +
-                                                     kHeadDim);
-        };
-        take(row0, mine0, factor0);
-        take(row0 + 8, mine1, factor1);
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tile_ring.stage]));
+        const int32_t* const members = shared.members[tile_ring.phase][tile_ring.stage];
+        mine0 = members[row0 >> p.group_shift];
+        mine1 = members[(row0 + 8) >> p.group_shift];
         tile_ring.advance();
         top0 = top1 = -INFINITY;
         if constexpr (kPages == 2) {
@@ -203,9 +240,11 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
         fence_registers(scores[kPages - 1]);
         raise_maxima(kPages - 1);
         exponentiate();
+        // From here on the logits of the maxima: the factors of the next tile come.
+        top0 *= factor0;
+        top1 *= factor1;
     };
-    const auto store_row = [&](int tile, int tile_row, int mine, float total, float top, float factor,
-                               int offset) {
+    const auto store_row = [&](int tile, int tile_row, int mine, float total, float top, int offset) {
         if (tile * queries_per_tile + (tile_row >> p.group_shift) >= unit.members) return;
         const int sub = tile_row & ((1 << p.group_shift) - 1);
         const int64_t row =
@@ -223,32 +262,51 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
             }
             __stcs(target + 4 * g, make_uint4(words[0], words[1], words[2], words[3]));
         }
-        if (quad == 0) p.lse_partials[row] = (top * factor + log2f(total) - kPScaleLog2) * kLn2;
+        if (quad == 0) p.lse_partials[row] = (top + log2f(total) - kPScaleLog2) * kLn2;
     };
     const auto store_tile = [&](int tile) {
         fence_registers(sums);
         fence_registers(acc);
-        store_row(tile, row0, mine0, sums[0], top0, factor0, 0);
-        store_row(tile, row0 + 8, mine1, sums[2], top1, factor1, 2);
+        store_row(tile, row0, mine0, sums[0], top0, 0);
+        store_row(tile, row0 + 8, mine1, sums[2], top1, 2);
     };
 
-    take_queries();
-    issue_qk(0);
-    if constexpr (kPages == 2) mbarrier_wait(smem_address(&shared.full[last.stage]), last.phase);
-    begin_tile();
-    for (int tile = 0; tile < tiles - 1; ++tile) {
-        softmax();
-        issue_pv();
+    const auto start_tile = [&] {
         take_queries();
         issue_qk(0);
-        wgmma_wait_group<1>();
-        store_tile(tile);
+        release_queries();
+    };
+    const auto wait_last_page = [&] {
+        if constexpr (kPages == 2) mbarrier_wait(smem_address(&shared.full[last.stage]), last.phase);
+    };
+    if constexpr (Shared::kIsSplit) {
+        // Two parts of Q and of probabilities have no room beside each other: the CTAs of an SM overlap.
+        for (int tile = 0; tile < tiles; ++tile) {
+            start_tile();
+            wait_last_page();
+            begin_tile();
+            softmax();
+            issue_pv();
+            wgmma_wait_group<0>();
+            store_tile(tile);
+        }
+    } else {
+        start_tile();
+        wait_last_page();
         begin_tile();
+        for (int tile = 0; tile < tiles - 1; ++tile) {
+            softmax();
+            issue_pv();
+            start_tile();
+            wgmma_wait_group<1>();
+            store_tile(tile);
+            begin_tile();
+        }
+        softmax();
+        issue_pv();
+        wgmma_wait_group<0>();
+        store_tile(tiles - 1);
     }
-    softmax();
-    issue_pv();
-    wgmma_wait_group<0>();
-    store_tile(tiles - 1);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kPages; ++i) {
@@ -257,20 +315,21 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, SharedMemory<k
     }
 }
 
-template <int kPages>
+template <int kPages, bool kIsSplit>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     produce_partials(const PageUnionParams p, const __grid_constant__ CUtensorMap key_map) {
     extern __shared__ __align__(1024) uint8_t raw_shared[];
-    SharedMemory<kPages>& shared = *reinterpret_cast<SharedMemory<kPages>*>(raw_shared);
+    using Shared = SharedMemory<kPages, kIsSplit>;
+    Shared& shared = *reinterpret_cast<Shared*>(raw_shared);
 
     // Barriers
     if (threadIdx.x == 0) {
         prefetch_tensormap(&key_map);
-        for (int s = 0; s < kSlots<kPages>; ++s) {
+        for (int s = 0; s < Shared::kSlots; ++s) {
             mbarrier_init(smem_address(&shared.full[s]), 1);
             mbarrier_init(smem_address(&shared.empty[s]), kConsumerWarps + 1);  // and the gathering warp
         }
-        for (int s = 0; s < kTiles<kPages>; ++s) {
+        for (int s = 0; s < Shared::kTiles; ++s) {
             mbarrier_init(smem_address(&shared.full_tile[s]), 1);
             mbarrier_init(smem_address(&shared.empty_tile[s]), kConsumerWarps);
         }
@@ -288,31 +347,40 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     // Roles
     if (threadIdx.x < kThreads - 32 * kConsumerWarps) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) load_units<kPages>(p, key_map, shared);
-        if (threadIdx.x / kWarp == 1) gather_queries<kPages>(p, shared);
+        if (threadIdx.x == 0) load_units(p, key_map, shared);
+        if (threadIdx.x / kWarp == 1) gather_queries(p, shared);
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        PageRing<kPages> ring;
-        TileRing<kPages> tile_ring;
+        typename Shared::PageRing ring;
+        typename Shared::TileRing tile_ring;
         for (;;) {
             mbarrier_wait(smem_address(&shared.full[ring.stage]), ring.phase);
             if (shared.units[ring.stage].members == 0) break;
-            consume<kPages>(p, shared, ring, tile_ring);
+            consume(p, shared, ring, tile_ring);
         }
     }
     // Whoever waits for this kernel waits for both.
     if (follows) grid_dependency_wait();
 }
 
-template <int kPages>
+template <int kPages, bool kIsSplit>
 cudaError_t launch_units(const PageUnionParams& p, const CUtensorMap& key_map, int multiprocessors,
                          cudaStream_t stream) {
+    constexpr size_t kShared = sizeof(SharedMemory<kPages, kIsSplit>);
+    auto* const kernel = produce_partials<kPages, kIsSplit>;
     const cudaError_t error =
-        cudaFuncSetAttribute(produce_partials<kPages>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(sizeof(SharedMemory<kPages>)));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
     if (error != cudaSuccess) return error;
-    return launch_dependent(produce_partials<kPages>, 1, int64_t{kCtasPerSm} * multiprocessors, kThreads,
-                            sizeof(SharedMemory<kPages>), stream, p, key_map);
+    return launch_dependent(kernel, 1, int64_t{kCtasPerSm} * multiprocessors, kThreads, kShared, stream, p,
+                            key_map);
+}
+
+template <bool kIsSplit>
+cudaError_t launch_all_units(const PageUnionParams& p, const CUtensorMap& key_map, int multiprocessors,
+                             cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    if (p.has_pairs) error = launch_units<2, kIsSplit>(p, key_map, multiprocessors, stream);
+    return error == cudaSuccess ? launch_units<1, kIsSplit>(p, key_map, multiprocessors, stream) : error;
 }
 
 }  // namespace
@@ -327,8 +395,9 @@ cudaError_t launch_page_partials(const PageUnionParams& p, const CUtensorMap& ke
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (error == cudaSuccess) error = launch_quantize_queries(p, stream);
-    if (error == cudaSuccess && p.has_pairs) error = launch_units<2>(p, key_map, multiprocessors, stream);
-    return error == cudaSuccess ? launch_units<1>(p, key_map, multiprocessors, stream) : error;
+    if (error != cudaSuccess) return error;
+    return p.is_split ? launch_all_units<true>(p, key_map, multiprocessors, stream)
+                      : launch_all_units<false>(p, key_map, multiprocessors, stream);
 }
 
 }  // namespace pageweaver

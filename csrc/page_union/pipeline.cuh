@@ -11,7 +11,6 @@ namespace pageweaver {
 constexpr int kCtasPerSm = 2;
 constexpr int kConsumerWarps = 4;
 constexpr int kPageBytes = kPageSize * kHeadDim, kOnesBytes = 8 * 32;
-constexpr int kTileBytes = kTileRows * kQueryRowBytes;
 
 // What a slot holds: a page, and with the first page of a unit what the unit is.
 struct Unit {
@@ -20,40 +19,43 @@ struct Unit {
     int32_t shift;                 // position of a row in its request: row + shift
 };
 
-template <int kPages>
-constexpr int kSlots = kPages + 1;
-template <int kPages>
-constexpr int kTiles = kPages == 2 ? 1 : 4;
-
-template <int kPages>
+template <int kUnitPages, bool kIsSplit_>
 struct SharedMemory {
-    uint8_t keys[kSlots<kPages>][kPageBytes];
-    uint8_t values[kSlots<kPages>][kPageBytes];
-    uint8_t queries[kTiles<kPages>][kTileBytes];
-    uint32_t ones[kOnesBytes / 4];               // 8 rows of 1.0 in e4m3
-    int32_t members[kTiles<kPages>][kTileRows];  // query << 5 | slot
-    Unit units[kSlots<kPages>];
-    uint64_t full[kSlots<kPages>], empty[kSlots<kPages>];
-    uint64_t full_tile[kTiles<kPages>], empty_tile[kTiles<kPages>];
-};
-static_assert(kCtasPerSm * (sizeof(SharedMemory<1>) + 1024) <= 228 * 1024, "two CTAs must fit on an SM");
-static_assert(kCtasPerSm * (sizeof(SharedMemory<2>) + 1024) <= 228 * 1024, "two CTAs must fit on an SM");
+    static constexpr int kPages = kUnitPages;
+    static constexpr bool kIsSplit = kIsSplit_;
+    static constexpr int kRowBytes = kQueryRowBytes<kIsSplit>, kTileBytes = kTileRows * kRowBytes;
+    // What fits beside another CTA. Tiles of two parts leave no room for a third page.
+    static constexpr int kSlots = kIsSplit ? 2 : kPages + 1;
+    static constexpr int kTiles = kIsSplit ? 2 : kPages == 2 ? 1 : 4;
+    using PageRing = RingPosition<kSlots>;
+    using TileRing = RingPosition<kTiles>;
 
-template <int kPages>
-using PageRing = RingPosition<kSlots<kPages>>;
-template <int kPages>
-using TileRing = RingPosition<kTiles<kPages>>;
+    uint8_t keys[kSlots][kPageBytes];
+    uint8_t values[kSlots][kPageBytes];
+    uint8_t queries[kTiles][kTileBytes];
+    uint32_t ones[kOnesBytes / 4];  // 8 rows of 1.0 in e4m3
+    // query << 5 | slot. They are read after the tile's place was given back, before the next tile's is: two
+    // turns of the ring.
+    int32_t members[2][kTiles][kTileRows];
+    Unit units[kSlots];
+    uint64_t full[kSlots], empty[kSlots];
+    uint64_t full_tile[kTiles], empty_tile[kTiles];
+};
+template <int kPages, bool kIsSplit>
+constexpr bool kFitsTwice =
+    kCtasPerSm * (sizeof(SharedMemory<kPages, kIsSplit>) + 1024) <= 228 * 1024;  // on an SM
+static_assert(kFitsTwice<1, false> && kFitsTwice<2, false> && kFitsTwice<1, true> && kFitsTwice<2, true>);
 
 // Copies the pages of one unit after the other. By one thread.
-template <int kPages>
-__device__ void load_units(const PageUnionParams& p, const CUtensorMap& key_map,
-                           SharedMemory<kPages>& shared) {
+template <typename Shared>
+__device__ void load_units(const PageUnionParams& p, const CUtensorMap& key_map, Shared& shared) {
+    constexpr int kPages = Shared::kPages;
     const auto first_unit = [&](int head) { return kPages == 2 ? 0 : p.unit_counts[2 * head]; };
     const auto unit_end = [&](int head) { return p.unit_counts[2 * head + 2 - kPages]; };
     int most_units = 0;
     for (int head = 0; head < p.num_kv_heads; ++head)
         most_units = max(most_units, unit_end(head) - first_unit(head));
-    PageRing<kPages> ring;
+    typename Shared::PageRing ring;
     const auto wait_empty = [&] { mbarrier_wait(smem_address(&shared.empty[ring.stage]), ring.phase ^ 1); };
     for (;;) {
         // Heads take turns, so that the largest units of all come first.
@@ -94,12 +96,12 @@ __device__ void load_units(const PageUnionParams& p, const CUtensorMap& key_map,
 }
 
 // Gathers the queries of one tile after the other. By a warp. Rows past a unit's last member repeat it.
-template <int kPages>
-__device__ void gather_queries(const PageUnionParams& p, SharedMemory<kPages>& shared) {
+template <typename Shared>
+__device__ void gather_queries(const PageUnionParams& p, Shared& shared) {
     const int lane = threadIdx.x % kWarp, queries_per_tile = kTileRows >> p.group_shift;
-    const uint32_t member_bytes = static_cast<uint32_t>(kQueryRowBytes) << p.group_shift;
-    PageRing<kPages> ring;
-    TileRing<kPages> tiles;
+    const uint32_t member_bytes = static_cast<uint32_t>(Shared::kRowBytes) << p.group_shift;
+    typename Shared::PageRing ring;
+    typename Shared::TileRing tiles;
     const auto release_page = [&] {
         __syncwarp();
         if (lane == 0) mbarrier_arrive(smem_address(&shared.empty[ring.stage]));
@@ -131,9 +133,9 @@ __device__ void gather_queries(const PageUnionParams& p, SharedMemory<kPages>& s
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 if (lane + kWarp * i < queries_per_tile)
-                    shared.members[tiles.stage][lane + kWarp * i] = next[i];
+                    shared.members[tiles.phase][tiles.stage][lane + kWarp * i] = next[i];
             __syncwarp();
-            if (lane == 0) mbarrier_arrive_expect_tx(full, kTileBytes);
+            if (lane == 0) mbarrier_arrive_expect_tx(full, Shared::kTileBytes);
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -145,7 +147,7 @@ __device__ void gather_queries(const PageUnionParams& p, SharedMemory<kPages>& s
             tiles.advance();
             ask_members(tile + 1);
         }
-        if constexpr (kPages == 2) {
+        if constexpr (Shared::kPages == 2) {
             mbarrier_wait(smem_address(&shared.full[ring.stage]), ring.phase);
             release_page();
         }

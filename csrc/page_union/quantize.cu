@@ -1,8 +1,9 @@
 // Q to E4M3, once a call: a query of sixteen pages would else be quantised up to sixteen times.
 //
 // A head-row takes kQueryRowBytes. Its 128 values lie as four times the 32 bytes that a lane of a quad needs
-// as A fragments: byte 32 c + 8 k + 4 h + b is column 32 k + 16 h + 4 c + b. Its logit factor follows. Rows
-// 144 bytes apart let eight lanes read two of them from shared memory without a bank conflict.
+// as A fragments: byte 32 c + 8 k + 4 h + b is column 32 k + 16 h + 4 c + b. Split: their low parts follow in
+// the same order. Then its logit factor. Rows 16 bytes past a multiple of 128 apart let eight lanes read two
+// of them from shared memory without a bank conflict.
 
 #include <cuda_bf16.h>
 
@@ -16,6 +17,7 @@ namespace {
 constexpr int kThreads = 256;
 
 // Eight lanes a head-row, 16 columns each.
+template <bool kIsSplit>
 __global__ void __launch_bounds__(kThreads) quantize_queries(PageUnionParams p) {
     grid_dependency_wait();
     if (blockIdx.x == 0 && threadIdx.x < 2) p.unit_tickets[threadIdx.x] = 0;
@@ -42,25 +44,30 @@ __global__ void __launch_bounds__(kThreads) quantize_queries(PageUnionParams p) 
     for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(values[i]));
     for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
     if (!is_row) return;
-    const float inverse = kE4m3Max / amax;
+    const QueryScale<kIsSplit> scale(amax);
     const int group_mask = (1 << p.group_shift) - 1;
     const int64_t target =
         (((qo_head >> p.group_shift) * p.total_q + query) << p.group_shift) + (qo_head & group_mask);
-    uint32_t* words = reinterpret_cast<uint32_t*>(p.packed_q + target * kQueryRowBytes) + part;
+    constexpr int kParts = kIsSplit ? 2 : 1, kPartWords = kHeadDim / 4;
+    uint32_t* words = reinterpret_cast<uint32_t*>(p.packed_q + target * kQueryRowBytes<kIsSplit>) + part;
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-        words[8 * c] = cvt_e4m3x4(values[4 * c] * inverse, values[4 * c + 1] * inverse,
-                                  values[4 * c + 2] * inverse, values[4 * c + 3] * inverse);
+    for (int c = 0; c < 4; ++c) {
+        float v[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[j] = values[4 * c + j] * scale.inverse;
+        words[8 * c] = cvt_e4m3x4(v[0], v[1], v[2], v[3]);
+        if constexpr (kIsSplit) words[kPartWords + 8 * c] = low_parts(words[8 * c], v);
+    }
     if (part == 0)
-        words[kHeadDim / 4] = __float_as_uint(logit_factor(unit_logit_factor(p), amax * (1.0f / kE4m3Max)));
+        words[kParts * kPartWords] = __float_as_uint(logit_factor(unit_logit_factor(p), scale.value));
 }
 
 }  // namespace
 
 cudaError_t launch_quantize_queries(const PageUnionParams& p, cudaStream_t stream) {
     const int64_t rows = int64_t{p.total_q} * p.num_qo_heads;
-    return launch_dependent(quantize_queries, 1, (rows * 8 + kThreads - 1) / kThreads, kThreads, 0, stream,
-                            p);
+    return launch_dependent(p.is_split ? quantize_queries<true> : quantize_queries<false>, 1,
+                            (rows * 8 + kThreads - 1) / kThreads, kThreads, 0, stream, p);
 }
 
 }  // namespace pageweaver

@@ -32,6 +32,26 @@ __device__ __forceinline__ float logit_factor(float unit_factor, float q_scale) 
     return factor > kLogitFactorMax ? kLogitFactorMax : factor < kLogitFactorMin ? kLogitFactorMin : factor;
 }
 
+// What a head-row of this maximum is divided by on its way to E4M3.
+template <bool kIsSplit>
+struct QueryScale {
+    float value, inverse;
+
+    __device__ explicit QueryScale(float amax) {
+        // Split: the maximum comes to 2^7 to 2^8. That of a row with an infinity is infinity, which yields
+        // NaN.
+        const float power = __uint_as_float(__float_as_uint(amax) & 0x7f800000u);
+        value = kIsSplit ? power * (1.0f / 128.0f) : amax * (1.0f / kE4m3Max);
+        inverse = kIsSplit ? 128.0f / power : kE4m3Max / amax;
+    }
+};
+
+// What four E4M3 numbers leave of the values that they were rounded from, in E4M3.
+__device__ __forceinline__ uint32_t low_parts(uint32_t high, const float (&v)[4]) {
+    const float2 first = cvt_float2(high & 0xffff), second = cvt_float2(high >> 16);
+    return cvt_e4m3x4(v[0] - first.x, v[1] - first.y, v[2] - second.x, v[3] - second.y);
+}
+
 // A tile: some queries of a group, and what its roles need to know.
 struct Tile {
     int unit;  // head * max_groups + group; below 0: none
@@ -93,27 +113,22 @@ __device__ inline float2 quantize_rows(uint8_t* q, const int32_t* rows, float un
         for (int k = 0; k < 16; ++k) amax = fmaxf(amax, fabsf(values[k]));
 #pragma unroll
         for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
-        // Split: the maximum comes to 2^7 to 2^8. That of a row with an infinity is infinity, which yields
-        // NaN.
-        const float power = __uint_as_float(__float_as_uint(amax) & 0x7f800000u);
-        const float q_scale = kIsSplit ? power * (1.0f / 128.0f) : amax * (1.0f / kE4m3Max);
-        const float inverse = kIsSplit ? 128.0f / power : kE4m3Max / amax;
+        const QueryScale<kIsSplit> scale(amax);
         uint32_t words[4], low_words[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             float v[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) v[j] = values[4 * k + j] * inverse;
+            for (int j = 0; j < 4; ++j) v[j] = values[4 * k + j] * scale.inverse;
             words[k] = cvt_e4m3x4(v[0], v[1], v[2], v[3]);
-            const float2 high0 = cvt_float2(words[k] & 0xffff), high1 = cvt_float2(words[k] >> 16);
-            low_words[k] = cvt_e4m3x4(v[0] - high0.x, v[1] - high0.y, v[2] - high1.x, v[3] - high1.y);
+            low_words[k] = low_parts(words[k], v);
         }
         uint8_t* const target = q + row * kHeadDim + (part ^ (row % 8)) * 16;
         *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
         if constexpr (kIsSplit)
             *reinterpret_cast<uint4*>(target + kTileRows * kHeadDim) =
                 make_uint4(low_words[0], low_words[1], low_words[2], low_words[3]);
-        factors[i] = logit_factor(unit_factor, q_scale);
+        factors[i] = logit_factor(unit_factor, scale.value);
     }
     // Row r was turned by lanes 8 * (r % 4) and the next seven, in step r / 4.
     const int source = lane / 4 % kRowsAtOnce * 8;

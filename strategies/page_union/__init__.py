@@ -161,7 +161,7 @@ class PageUnion(Strategy):
             "partials": ((heads, total_q, topk, problem.group_size, problem.head_dim), partial_dtype),
             "lse_partials": ((heads, total_q, topk, problem.group_size), torch.float32),
         }
-        return cuda_layout(problem, layout, self.pairs) if backend == "cuda" else layout
+        return cuda_layout(problem, layout, self.pairs, arithmetic) if backend == "cuda" else layout
 
     def prepare(self, problem: AttentionProblem, workspace: Workspace | None = None) -> PageSchedule:
         """Invert the incidence, pair pages and build the work lists; see `Strategy.prepare`."""
@@ -225,7 +225,7 @@ class PageUnion(Strategy):
     ) -> None:
         if schedule.backend == "cuda":
             check_alignment("out", out)
-            execute_cuda(problem, schedule.views, out, lse)
+            execute_cuda(problem, schedule.views, out, lse, schedule.arithmetic)
             return
         v_scale = problem.scale_tensor("v_scale")
         schedule.lse_partials.fill_(-torch.inf)

@@ -12,6 +12,7 @@ from pageweaver.common.strategy import Capabilities, Layout
 from pageweaver.strategies.page_union.pairing import UNIT_TILES, paired_limit
 from pageweaver.strategies.query_union.cuda import (
     COUNTERS,
+    FP8_ARITHMETICS,
     RequestMetadata,
     output_arguments,
     scale_arguments,
@@ -19,17 +20,17 @@ from pageweaver.strategies.query_union.cuda import (
 )
 
 CUDA_CAPABILITIES = Capabilities(
-    arithmetics={torch.float8_e4m3fn: ("fp8",)}, page_sizes=(128,), graph_capturable=True
+    arithmetics={torch.float8_e4m3fn: FP8_ARITHMETICS}, page_sizes=(128,), graph_capturable=True
 )
 # As in csrc/page_union: classes of units, queries a word and a block, bytes of a quantised head-row.
 CLASSES = 2 * UNIT_TILES
 WORD_QUERIES, BLOCK_QUERIES = 32, 256
-QUERY_ROW_BYTES = 144
+QUERY_ROW_BYTES = {"fp8": 144, "split": 272}
 # One CTA orders the lists of some pages, and reads what all others counted: few pages, but few CTAs.
 CHUNK_PAGES, MOST_CHUNKS = 64, 128
 
 
-def cuda_layout(problem: AttentionProblem, base: Layout, pairs: bool) -> Layout:
+def cuda_layout(problem: AttentionProblem, base: Layout, pairs: bool, arithmetic: str) -> Layout:
     """Buffers of the lists in `base` and of what the kernels keep beside, from shapes alone.
 
     Partials dominate: ``total_q * topk`` of them a KV head, 1.0 GiB at 16,384 queries of Top16 and 16 heads.
@@ -63,7 +64,7 @@ def cuda_layout(problem: AttentionProblem, base: Layout, pairs: bool) -> Layout:
         "packed_slots": ((heads, batch, max_pages), torch.int32),
         "packed_v": ((min(pages, heads * total_q * topk), HEAD_DIM, problem.page_size), torch.uint8),
         "counters": ((COUNTERS,), torch.int32),
-        "packed_q": ((heads, total_q, group_size, QUERY_ROW_BYTES), torch.uint8),
+        "packed_q": ((heads, total_q, group_size, QUERY_ROW_BYTES[arithmetic]), torch.uint8),
         "unit_tickets": ((2,), torch.int32),
     }
 
@@ -135,6 +136,7 @@ def execute_cuda(
     views: dict[str, torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    arithmetic: str,
     *,
     combine_only: bool = False,
 ) -> None:
@@ -147,6 +149,8 @@ def execute_cuda(
         As `prepare_cuda` left them.
     out, lse : torch.Tensor
         As `Strategy.execute` takes them.
+    arithmetic : {"fp8", "split"}
+        That of the schedule.
     combine_only : bool
         Take ``partials``, ``lse_partials`` and ``partial_counts`` as they are.
     """
@@ -165,6 +169,7 @@ def execute_cuda(
         "num_qo_heads": problem.num_qo_heads,
         "group_shift": problem.group_size.bit_length() - 1,
         "has_pairs": views["overlaps"].shape[2] > 1,
+        "is_split": arithmetic == "split",
     }
     with torch.cuda.device(problem.device):
         stream = torch.cuda.current_stream().cuda_stream

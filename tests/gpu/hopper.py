@@ -70,6 +70,7 @@ PAGE_TARGETS = tuple(
     KernelTarget("page_union", options={"pairs": pairs}, device="cuda", backend="cuda")
     for pairs in (True, False)
 )
+PAGE_SPLIT_TARGETS = tuple(replace(target, arithmetic="split") for target in PAGE_TARGETS)
 
 # BF16 caches, in their own arithmetic; for tests that call `use_bf16_caches`.
 BF16_TARGETS = tuple(

@@ -20,9 +20,18 @@ from pageweaver.strategies import page_union
 from pageweaver.strategies.page_union import PageUnion, combine_partials
 from pageweaver.strategies.page_union.cuda import execute_cuda
 
-from ..helpers import E4M3, Target, assert_close, assert_empty, assert_same_bits, paged_case, poison, replaced
+from ..helpers import (
+    E4M3,
+    Target,
+    assert_close,
+    assert_empty,
+    assert_same_bits,
+    paged_case,
+    poison,
+    replaced,
+)
 from .hopper import PAGE_TARGETS, WATCHDOG, missing
-from .problems import DEVICE, LONG, SIZES, long_context, messy, selected, twin
+from .problems import DEVICE, LONG, SIZES, TWIN_NRMS, long_context, messy, selected, twin
 from .test_union_accuracy import TestAccuracy, TestOnes, test_huge_logits  # noqa: F401
 from .test_union_bits import TestC32Views  # noqa: F401
 from .test_union_calls import (  # noqa: F401
@@ -150,9 +159,10 @@ class TestPartials:
         live = torch.arange(problem.topk, device=DEVICE) < ours.partial_counts[..., None]
         columns = torch.arange(128, device=DEVICE).view(4, 4, 4, 2).transpose(1, 2).flatten()
         found, expected = ours.partials[live].float(), theirs.partials[live].float()[..., columns]
-        assert (found - expected).norm() <= 0.02 * expected.norm()
+        assert (found - expected).norm() <= TWIN_NRMS[target.arithmetic] * expected.norm()
         # A partial may see one token, whose logit both sides round alike.
-        assert (ours.lse_partials[live] - theirs.lse_partials[live]).abs().max() <= 0.05
+        lse_error = (ours.lse_partials[live] - theirs.lse_partials[live]).abs().max()
+        assert lse_error <= {"fp8": 0.05, "split": 1e-3}[target.arithmetic]
 
     @pytest.mark.parametrize("kind", ["low", "interleaved", "ties"])
     def test_c50_repeats(self, target: Target, kind: str) -> None:
@@ -183,6 +193,26 @@ class TestPartials:
             strategy(problem, out, lse, workspace)
             for mine, first in zip(watched, expected, strict=True):
                 differ += (mine != first).sum()
+        torch.cuda.synchronize()
+        assert int(differ) == 0
+
+    def test_busy_memory(self, target: Target) -> None:
+        """The same bits 400 times while another stream keeps memory busy, so that reads and writes wait."""
+        problem = selected("mid", 1000)
+        strategy = target.load(problem)
+        workspace, out = strategy.workspace(problem), torch.empty_like(problem.q)
+        expected = strategy(problem, None, None, workspace)
+        differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        other = torch.cuda.Stream()
+        with torch.cuda.stream(other):
+            source, copy = torch.zeros(2, 2**27, dtype=torch.uint8, device=DEVICE)
+        torch.cuda.synchronize()
+        for _ in range(400):
+            with torch.cuda.stream(other):
+                for _ in range(4):
+                    copy.copy_(source)
+            strategy(problem, out, None, workspace)
+            differ += (out.view(torch.int16) != expected.view(torch.int16)).sum()
         torch.cuda.synchronize()
         assert int(differ) == 0
 
@@ -217,7 +247,7 @@ class TestC17Combine:
             schedule.partials[0, row, len(values) :] = torch.nan
         out = torch.full(problem.q.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
         lse = torch.full(problem.q.shape[:2], 777.0, device=DEVICE)
-        execute_cuda(problem, schedule.views, out, lse, combine_only=True)
+        execute_cuda(problem, schedule.views, out, lse, "fp8", combine_only=True)
         # The head's columns in the order of the partials.
         columns = torch.arange(128, device=DEVICE).view(4, 4, 4, 2).transpose(1, 2).flatten()
         return out[..., columns], lse, schedule

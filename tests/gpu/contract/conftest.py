@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from ...helpers import Target
-from ..hopper import BF16_TARGETS, PAGE_TARGETS, SPLIT_TARGETS, TARGETS, WATCHDOG, missing, use_bf16_caches
+from ..hopper import (
+    BF16_TARGETS,
+    PAGE_SPLIT_TARGETS,
+    PAGE_TARGETS,
+    SPLIT_TARGETS,
+    TARGETS,
+    WATCHDOG,
+    missing,
+    use_bf16_caches,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +26,9 @@ def kernels() -> None:
         pytest.skip(reason)
 
 
-# Orders have no arithmetic of their own: one grouping is enough in the second one.
-SPLIT = tuple(target for target in SPLIT_TARGETS if target.strategy == "union8")
+# Orders have no arithmetic of their own: one grouping is enough in the second one, and pairs run both kernels
+# of page_union.
+SPLIT = (*(target for target in SPLIT_TARGETS if target.strategy == "union8"), PAGE_SPLIT_TARGETS[0])
 
 
 @pytest.fixture(params=(*TARGETS, *SPLIT, *BF16_TARGETS, *PAGE_TARGETS), ids=str)
