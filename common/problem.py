@@ -18,9 +18,31 @@ GROUP_SIZES = (1, 2, 4, 8, 16)
 MAX_TOPK = 32
 TILE_ROWS = 64  # rows of one tensor-core tile: TILE_ROWS // group_size queries
 KV_DTYPES = (torch.float8_e4m3fn, torch.bfloat16)
+# Streaming multiprocessors of an H100 or H200 SXM. A constant, so that sizes follow from shapes alone.
+SMS = 132
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32 = torch.finfo(torch.float32)
+
+
+def tile_queries(rows: int, group_size: int) -> int:
+    """Queries that a tile of a union strategy takes.
+
+    As many as fill its 64 rows; in a call so small that half as many still make no more tiles than there are
+    SMs, half, and so on: more SMs work, and each over the shorter union of fewer queries. Outputs keep their
+    bits.
+
+    Parameters
+    ----------
+    rows : int
+        ``num_kv_heads * total_q``.
+    group_size : int
+        Query heads a KV head.
+    """
+    queries = TILE_ROWS // group_size
+    while queries > 1 and 2 * rows <= SMS * queries:
+        queries //= 2
+    return queries
 
 
 def _fail_type(name: str, value: object, wanted: str) -> None:

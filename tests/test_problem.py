@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import pageweaver as pw
-from pageweaver.common.problem import HEAD_DIM, canonical_support, make_problem
+from pageweaver.common.problem import HEAD_DIM, canonical_support, make_problem, tile_queries
 from pageweaver.common.supports import uniform
+from pageweaver.strategies.query_union.cuda import cuda_layout
 
 from .helpers import E4M3, INT32_MAX, INT32_MIN, paged_case, random_problem, replaced, visible_pages
 
@@ -53,6 +54,18 @@ def test_what_is_supported_is_accepted() -> None:
     assert problem.softmax_scale == pytest.approx(1 / math.sqrt(128))
     assert problem.positions.tolist() == list(range(300, 308))
     problem.check_values()
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 4, 8, 16])
+def test_small_calls_keep_multiprocessors_busy(group_size: int) -> None:
+    """Half a tile where that makes no more tiles than there are SMs, and never otherwise."""
+    full = 64 // group_size
+    sizes = [tile_queries(rows, group_size) for rows in range(10_000)]
+    assert sizes[0] == sizes[132] == 1 and sizes[-1] == full
+    assert sizes == sorted(sizes) and set(sizes) == {full >> shift for shift in range(full.bit_length())}
+    for rows, tile in enumerate(sizes):
+        assert tile == 1 or -(-rows // (tile // 2)) > 132
+        assert tile == full or -(-rows // tile) <= 132
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -284,3 +297,20 @@ class TestMakeProblem:
         problem: pw.AttentionProblem = make_problem(selection)
         build: Callable[..., torch.Tensor] = pw.load("union8")
         assert build(problem).shape == (0, 16, 128)
+
+
+@pytest.mark.parametrize("group_size", [1, 16])
+def test_buffers_of_a_call_hold_every_smaller_one(group_size: int) -> None:
+    """A smaller call has more tiles a group."""
+
+    def sizes(rows: int) -> dict[str, int]:
+        problem = random_problem(lengths=(rows,), prefixes=(300,), past_rows=0, group_size=group_size)
+        layout = cuda_layout(problem, 128 // group_size)
+        return {name: math.prod(shape) for name, (shape, _) in layout.items()}
+
+    large = sizes(265)
+    for rows in (1, 60, 132, 133, 264):
+        small = sizes(rows)
+        assert small.keys() == large.keys() and all(small[name] <= large[name] for name in large)
+        # A tile of one query each would fit.
+        assert small["tile_counts"] >= rows
