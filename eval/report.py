@@ -19,7 +19,7 @@ from pageweaver.eval import ablations, figures, paper
 from pageweaver.eval.arms import ORIGINAL
 from pageweaver.eval.inputs import INPUTS
 from pageweaver.eval.operator import COUNTED, NOT_RUN, number
-from pageweaver.eval.output import png
+from pageweaver.eval.output import png, read_lines
 from pageweaver.eval.roofline import floor_of
 from pageweaver.eval.scaling import BASELINE, weigh
 
@@ -73,7 +73,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         It is no JSON lines, is empty, or comes from no command of `BENCHES`.
     """
     rows: list[Row] = []
-    for index, line in enumerate(Path(path).read_text().splitlines(), 1):
+    for index, line in enumerate(read_lines("rows", path), 1):
         try:
             row = json.loads(line)
         except ValueError as error:

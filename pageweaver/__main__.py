@@ -212,6 +212,7 @@ def search(
 
     Ctrl-C ends an improving search early: the best ids so far are saved.
     """
+    from pageweaver.eval import output as files
     from pageweaver.eval.compare import counting_problem
     from pageweaver.strategies.regroup.offline import OfflineSearch, check_seconds
 
@@ -222,6 +223,7 @@ def search(
         raise ValueError(
             f"selection: got {len(found)} of {selection}, supported: one, as {selection}:NAME of {names}"
         )
+    files.check_folder(output.parent, output.name)
     if not output.absolute().parent.is_dir():
         raise FileNotFoundError(f"output: got {output}, supported: a file in an existing folder")
     check_seconds(seconds)
@@ -310,8 +312,10 @@ def capture(
     q.k in a page, the query's own page forced); the model itself runs on full attention.
     """
     from pageweaver.common.capture_model import capture_model
+    from pageweaver.eval import output as files
 
     console = Console()
+    files.check_folder(output.parent, output.name)
     wanted = None if layers is None else _numbers("layers", layers)
     try:
         with _short_warnings(), progress_bar(console) as report:
@@ -385,6 +389,8 @@ def report(
     from pageweaver.eval import report as reporting
 
     console = Console()
+    if not readme:
+        files.check_folder(output, "report.html")
     runs = [reporting.read_run(path) for path in rows]
     if readme:
         first = next((run for run in runs if run.bench == "operator"), None)
@@ -393,7 +399,6 @@ def report(
         columns = None if strategies is None else [x.strip() for x in strategies.split(",") if x.strip()]
         say(console, reporting.measured_table(first.rows, columns))
         return
-    files.check_folder(output, "report.html")
     page = reporting.make_page(runs)
     files.write_files(output, {"report.html": page.html.encode(), **page.plots})
     say(console, f"Wrote {output / 'report.html'} and {len(page.plots)} plots.")

@@ -104,7 +104,7 @@ class OfflineIds:
                 if found != FORMAT:
                     raise ValueError(f"its format is {found!r}" if found else "it names no format")
                 return cls(query_ids=stream.get_tensor("query_ids"), **header)
-        except (SafetensorError, TypeError, AttributeError, ValueError) as error:
+        except (SafetensorError, OSError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"path: got {os.fspath(path)!r}, supported: safetensors files of format {FORMAT!r} ({error})"
             ) from error

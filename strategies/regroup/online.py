@@ -101,7 +101,7 @@ class OnlineRegroup(QueryUnion):
 
     def _order(
         self, problem: AttentionProblem, views: dict[str, torch.Tensor], backend: str
-    ) -> torch.Tensor | Search:
+    ) -> torch.Tensor | Search | None:
         if backend == "cuda":
             return Search(max(self.window, self.queries_per_group(problem)), self.objective, None)
         return self._search(problem, self.window)
