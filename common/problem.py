@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from pageweaver.common.captures import Selection
+from pageweaver.common.captures import Selection
+from pageweaver.common.errors import UnsupportedDeviceError
 
 HEAD_DIM = 128
 DEFAULT_SOFTMAX_SCALE = HEAD_DIM**-0.5
@@ -406,6 +405,49 @@ def selection_support(selection: Selection) -> torch.Tensor:
     )
 
 
+def check_selection(selection: Selection, group_size: int, kv_dtype: torch.dtype) -> None:
+    """Check what a problem is to be made of.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, its value and what is supported.
+    """
+    if not isinstance(selection, Selection):
+        _fail_type("selection", type(selection).__name__, "Selection")
+    if selection.page_size not in PAGE_SIZES:
+        _fail_value("selection.page_size", selection.page_size, str(PAGE_SIZES))
+    if selection.topk > MAX_TOPK:
+        _fail_value("selection.topk", selection.topk, f"1 to {MAX_TOPK}")
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        _fail_type("group_size", type(group_size).__name__, "int")
+    if group_size not in GROUP_SIZES:
+        _fail_value("group_size", group_size, str(GROUP_SIZES))
+    if kv_dtype not in KV_DTYPES:
+        _fail_type("kv_dtype", repr(kv_dtype), " or ".join(map(str, KV_DTYPES)))
+
+
+def _check_device(device: str | torch.device) -> torch.device:
+    """A device that tensors can be put on."""
+    if not isinstance(device, (str, torch.device)):
+        _fail_type("device", type(device).__name__, "str or torch.device")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        chosen = None
+    if chosen is None:
+        _fail_value("device", repr(device), "what torch names so, such as 'cpu' or 'cuda:0'")
+    try:
+        torch.empty(0, device=chosen)
+    # Builds of torch without the device, and machines without it, answer in all these ways.
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedDeviceError(
+            f"device: got {str(device)!r}, supported: a device of this machine ({reason[:200]})"
+        ) from error
+    return chosen
+
+
 def make_problem(
     selection: Selection,
     *,
@@ -433,7 +475,22 @@ def make_problem(
     -------
     AttentionProblem
         Physical pages are a random permutation, as in a cache that has lived for a while.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not supported; the message names it, its value and what is supported.
+    UnsupportedDeviceError
+        This machine, or this build of torch, lacks the device.
+    MemoryError
+        The caches do not fit in memory.
     """
+    check_selection(selection, group_size, kv_dtype)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        _fail_type("seed", type(seed).__name__, "int")
+    if not 0 <= seed < 2**64:
+        _fail_value("seed", seed, "0 to 2**64 - 1")
+    place = _check_device(device)
     generator = torch.Generator().manual_seed(seed)
     heads, total_q = selection.num_kv_heads, selection.total_q
     lengths = torch.from_numpy(selection.seqused_k.copy())
@@ -455,11 +512,11 @@ def make_problem(
         page_table[request, :count] = physical[start : start + count]
         start += count
     return AttentionProblem(
-        q=q.to(device),
-        k_cache=k_cache.to(device),
-        v_cache=v_cache.to(device),
-        q2k_indices=torch.from_numpy(selection.q2k_indices.copy()).to(device),
-        cu_seqlens_q=torch.from_numpy(selection.cu_seqlens_q.copy()).to(device),
-        seqused_k=lengths.to(device),
-        page_table=page_table.to(device),
+        q=q.to(place),
+        k_cache=k_cache.to(place),
+        v_cache=v_cache.to(place),
+        q2k_indices=torch.from_numpy(selection.q2k_indices.copy()).to(place),
+        cu_seqlens_q=torch.from_numpy(selection.cu_seqlens_q.copy()).to(place),
+        seqused_k=lengths.to(place),
+        page_table=page_table.to(place),
     )

@@ -140,7 +140,7 @@ def test_compare_without_arguments_takes_the_real_captures(tmp_path: Path) -> No
         ("compare missing.safetensors", "Error: spec: got 'missing.safetensors'"),
         ("compare SMALL:nobody", "Error: names: got 'nobody', supported by"),
         ("compare SMALL --strategies union8,union9", "Error: strategies: got 'union9', supported: per_query"),
-        ("compare SMALL --group-size 3", "group_size): got 3 / 1, supported"),
+        ("compare SMALL --group-size 3", "Error: group_size: got 3, supported: (1, 2, 4, 8, 16)"),
         ("compare SMALL --output SMALL", "Error: output: got"),
         ("compare SMALL --rows 0", "Invalid value for '--rows'"),
         ("survey text.txt", "Error: path: got text.txt, supported: a readable safetensors file"),
