@@ -52,6 +52,11 @@ def _fail_value(name: str, value: object, wanted: str) -> None:
     raise ValueError(f"{name}: got {value}, supported: {wanted}")
 
 
+def _check_kind(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        _fail_type(name, type(value).__name__, wanted)
+
+
 def _check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], ndim: int) -> None:
     wanted = " or ".join(str(d) for d in dtypes)
     if not isinstance(tensor, torch.Tensor):
@@ -413,14 +418,12 @@ def check_selection(selection: Selection, group_size: int, kv_dtype: torch.dtype
     TypeError, ValueError
         Naming the argument, its value and what is supported.
     """
-    if not isinstance(selection, Selection):
-        _fail_type("selection", type(selection).__name__, "Selection")
+    _check_kind("selection", selection, Selection, "Selection")
     if selection.page_size not in PAGE_SIZES:
         _fail_value("selection.page_size", selection.page_size, str(PAGE_SIZES))
     if selection.topk > MAX_TOPK:
         _fail_value("selection.topk", selection.topk, f"1 to {MAX_TOPK}")
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
-        _fail_type("group_size", type(group_size).__name__, "int")
+    _check_kind("group_size", group_size, int, "int")
     if group_size not in GROUP_SIZES:
         _fail_value("group_size", group_size, str(GROUP_SIZES))
     if kv_dtype not in KV_DTYPES:
@@ -429,14 +432,13 @@ def check_selection(selection: Selection, group_size: int, kv_dtype: torch.dtype
 
 def _check_device(device: str | torch.device) -> torch.device:
     """A device that tensors can be put on."""
-    if not isinstance(device, (str, torch.device)):
-        _fail_type("device", type(device).__name__, "str or torch.device")
+    _check_kind("device", device, (str, torch.device), "str or torch.device")
     try:
         chosen = torch.device(device)
-    except RuntimeError:
-        chosen = None
-    if chosen is None:
-        _fail_value("device", repr(device), "what torch names so, such as 'cpu' or 'cuda:0'")
+    except RuntimeError as error:
+        raise ValueError(
+            f"device: got {device!r}, supported: what torch names so, such as 'cpu' or 'cuda:0'"
+        ) from error
     try:
         torch.empty(0, device=chosen)
     # Builds of torch without the device, and machines without it, answer in all these ways.
@@ -486,8 +488,7 @@ def make_problem(
         The caches do not fit in memory.
     """
     check_selection(selection, group_size, kv_dtype)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        _fail_type("seed", type(seed).__name__, "int")
+    _check_kind("seed", seed, int, "int")
     if not 0 <= seed < 2**64:
         _fail_value("seed", seed, "0 to 2**64 - 1")
     place = _check_device(device)

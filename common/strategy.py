@@ -477,7 +477,7 @@ def _options(cls: type[Strategy]) -> tuple[str, ...]:
     names: list[str] = []
     for base in cls.__mro__:
         if "__init__" in vars(base):
-            parameters = inspect.signature(base.__init__).parameters.values()
+            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
             names += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break

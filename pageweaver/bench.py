@@ -328,7 +328,7 @@ class Run:
     def header(self) -> Row:
         """What every row says of where it came from."""
         command = shlex.join(["pageweaver", *sys.argv[1:]])
-        header = {"schema": f"pageweaver-{self.bench}-1", "command": command}
+        header: Row = {"schema": f"pageweaver-{self.bench}-1", "command": command}
         header |= files.provenance(self.device)
         if self.commit is not None:
             header["commit"], header["dirty"] = files.split_commit(self.commit)
