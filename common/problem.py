@@ -17,8 +17,9 @@ GROUP_SIZES = (1, 2, 4, 8, 16)
 MAX_TOPK = 32
 TILE_ROWS = 64  # rows of one tensor-core tile: TILE_ROWS // group_size queries
 KV_DTYPES = (torch.float8_e4m3fn, torch.bfloat16)
-# Streaming multiprocessors of an H100 or H200 SXM. A constant, so that sizes follow from shapes alone.
-SMS = 132
+# Tiles that the 132 multiprocessors of an H100 or H200 SXM hold at once, two each. A constant, so that sizes
+# follow from shapes alone.
+RESIDENT_TILES = 2 * 132
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32 = torch.finfo(torch.float32)
@@ -27,9 +28,9 @@ _FLOAT32 = torch.finfo(torch.float32)
 def tile_queries(rows: int, group_size: int) -> int:
     """Queries that a tile of a union strategy takes.
 
-    As many as fill its 64 rows; in a call so small that half as many still make no more tiles than there are
-    SMs, half, and so on: more SMs work, and each over the shorter union of fewer queries. Outputs keep their
-    bits.
+    As many as fill its 64 rows; in a call so small that the GPU holds the tiles of half as many at once,
+    half, and so on: more tiles work at a time, each over the shorter union of fewer queries. Outputs keep
+    their bits.
 
     Parameters
     ----------
@@ -39,7 +40,7 @@ def tile_queries(rows: int, group_size: int) -> int:
         Query heads a KV head.
     """
     queries = TILE_ROWS // group_size
-    while queries > 1 and 2 * rows <= SMS * queries:
+    while queries > 1 and 2 * rows <= RESIDENT_TILES * queries:
         queries //= 2
     return queries
 

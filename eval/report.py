@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pageweaver.eval import ablations, figures, paper
-from pageweaver.eval.arms import ORIGINAL
+from pageweaver.eval.arms import DIAGNOSTICS, ORIGINAL
 from pageweaver.eval.inputs import INPUTS
 from pageweaver.eval.operator import COUNTED, NOT_RUN, number
 from pageweaver.eval.output import png, read_lines
@@ -26,6 +26,8 @@ from pageweaver.eval.scaling import BASELINE, weigh
 Row = dict[str, Any]
 SYNTHETIC = "synthetic."
 SERVING = ("union4", "union8", "regroup_w64", "regroup_w128", "auto", "page_union")
+ABLATED = frozenset({"cluster", "visits", "rounds"})
+SHOWN_LINES = 40  # a longer table is folded
 # Commands whose rows this page knows, by the middle of their schema.
 BENCHES = ("operator", "ablations", "numerics", "scaling", "prefill", "survey")
 
@@ -94,9 +96,15 @@ def cases_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Selections: synthetic ones as they come, then others by the reuse of groups of 8, the least first."""
     rows = list(rows)
     names = list(dict.fromkeys(row["case"] for row in rows))
-    known = {row["case"]: row["reuse"] for row in rows if row.get("arm") == ORIGINAL and row.get("reuse")}
+    known = _reuse8(rows)
     made = [name for name in names if name.startswith(SYNTHETIC)]
     return made + sorted((n for n in names if n not in made), key=lambda name: known.get(name, 0.0))
+
+
+def _reuse8(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Reuse of each selection's groups of 8 in original order, whatever the arithmetic that ran them."""
+    originals = (row for row in rows if str(row.get("arm")).partition("/")[0] == ORIGINAL)
+    return {row["case"]: row["reuse"] for row in originals if row.get("reuse")}
 
 
 def complete_medians(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
@@ -127,7 +135,7 @@ def measured_table(rows: Sequence[Mapping[str, Any]], arms: Sequence[str] | None
         raise ValueError(
             f"rows: got none of {missing[0] if missing else 'complete calls'}, supported: a full run"
         )
-    reuse = {row["case"]: row["reuse"] for row in rows if row["arm"] == ORIGINAL}
+    reuse = _reuse8(rows)
     lines = [
         "| selection | reuse | " + " | ".join(f"`{arm}`" for arm in chosen) + " |",
         "|---" * (2 + len(chosen)) + "|",
@@ -150,7 +158,10 @@ def make_page(runs: Sequence[Run]) -> Page:
     if not runs:
         raise ValueError("rows: got no file, supported: at least one")
     page = Page("")
-    sections = [("Runs", _provenance(runs))]
+    kept = _without_repeats(runs)
+    repeats = [run.name for run in runs if run not in kept]
+    note = _note(f"Parts of one of these files, left out: {', '.join(repeats)}.") if repeats else ""
+    sections = [("Runs", _provenance(kept) + note)]
     makers: dict[str, Callable[[Run, Page], str]] = {
         "operator": _operator,
         "ablations": _ablations,
@@ -168,20 +179,32 @@ def make_page(runs: Sequence[Run]) -> Page:
         "survey": "Reuse",
     }
     for bench in BENCHES:
-        for run in runs:
+        for run in kept:
             if run.bench == bench:
                 sections.append((f"{titles[bench]}: {run.name}", makers[bench](run, page)))
     page.html = _document(sections)
     return page
 
 
+def _without_repeats(runs: Sequence[Run]) -> list[Run]:
+    """The runs but for those all of whose rows another one holds; large ones first."""
+    kept: list[tuple[Run, set[str]]] = []
+    for run in sorted(runs, key=lambda run: -len(run.rows)):
+        rows = {json.dumps(row, sort_keys=True) for row in run.rows}
+        if not any(rows <= others for _, others in kept):
+            kept.append((run, rows))
+    return [run for run, _ in kept]
+
+
 # --- sections ---
 
 
 def _provenance(runs: Sequence[Run]) -> str:
-    lines = []
+    lines, commands = [], []
     for run in runs:
         row = run.rows[0]
+        if "command" in row:
+            commands.append([run.name, row["command"]])
         clocks = [r["sm_mhz"] for r in run.rows if r.get("sm_mhz")]
         seen = f"{min(c[0] for c in clocks)} to {max(c[2] for c in clocks)}" if clocks else "-"
         protocol = next((r["protocol"] for r in run.rows if r.get("protocol")), None)
@@ -193,7 +216,6 @@ def _provenance(runs: Sequence[Run]) -> str:
         lines.append(
             [
                 run.name,
-                row.get("command", "-"),
                 str(row.get("device", "-")),
                 f"{row.get('driver') or '-'}, CUDA {row.get('cuda') or '-'}, torch {row.get('torch', '-')}",
                 commit,
@@ -202,12 +224,12 @@ def _provenance(runs: Sequence[Run]) -> str:
                 f"{len(run.rows)}" + (", interrupted" if cut else ""),
             ]
         )
-    headings = ["file", "command", "device", "driver", "commit", "rounds x calls", "SM MHz seen", "rows"]
+    headings = ["file", "device", "driver", "commit", "rounds x calls", "SM MHz seen", "rows"]
     note = (
         "Medians over rotated rounds of CUDA graphs; every sample is in the rows. With one input, K and V"
-        " stay partly in L2 from call to call. Beside ours: " + paper.SETUP + "."
+        " stay partly in L2 from call to call."
     )
-    return _table(headings, lines, text=5) + _note(note)
+    return _table(headings, lines, text=4) + _note(note) + _table(["file", "command"], commands, text=2)
 
 
 def _operator(run: Run, page: Page) -> str:
@@ -217,7 +239,7 @@ def _operator(run: Run, page: Page) -> str:
         return _note("Counted alone: these rows hold no times.") + _counts(rows)
     cases, arms = cases_of(timed), list(dict.fromkeys(row["arm"] for row in timed))
     policies = {row["arm"]: row.get("arithmetic") for row in timed}
-    reuse = {row["case"]: row["reuse"] for row in timed if row["arm"] == ORIGINAL}
+    reuse = _reuse8(timed)
     parts = []
     for boundary, title in (
         ("complete", "Complete calls, ms: all from BF16 q, cache and page ids to the output"),
@@ -236,8 +258,13 @@ def _operator(run: Run, page: Page) -> str:
         headings = ["selection", "reuse", *(f"{arm} ({policies[arm]})" for arm in shown)]
         parts.append(_heading(title) + _table(headings, lines))
         if boundary == "complete":
-            parts.append(_plot(page, f"{run.name}-calls", figures.complete_calls(timed, cases), title))
-    parts.append(_heading("Beside the paper") + _table(*_beside(timed, cases), text=4))
+            plain = [row for row in timed if not _is_ablation(row["arm"])]
+            caption = "Complete calls, ms; arms of ablations are in the table alone"
+            parts.append(_plot(page, f"{run.name}-calls", figures.complete_calls(plain, cases), caption))
+    headings, lines = _beside(timed, cases)
+    if lines:
+        inputs = f"Ours: the selections above. Theirs: {paper.SETUP.removeprefix('the paper: ')}."
+        parts.append(_heading("Beside the paper") + _table(headings, lines, text=4) + _note(inputs))
     if any(row["boundary"] == "attention" for row in timed):
         caption = "Work against time: which of the counts a kernel's time follows"
         parts.append(_plot(page, f"{run.name}-work", figures.work_against_time(timed), caption))
@@ -253,7 +280,10 @@ def _operator(run: Run, page: Page) -> str:
     winners = _winners(timed, cases)
     if winners:
         headings = ["selection", "reuse", "fewest rounds", "fastest", "ahead of the predicted one"]
-        note = "Of the strategies that serve, in one arithmetic and cache; rounds are Eq. 4's."
+        note = (
+            "Of the strategies that serve, in one arithmetic and cache. Rounds (Eq. 4) predict the time of"
+            " those that own their queries; page_union's also write partial results, and it is only measured."
+        )
         parts.append(_heading("Predicted and measured to win") + _table(headings, winners) + _note(note))
     errors = {(row["arm"], row["arithmetic"]): [] for row in timed}  # type: dict[tuple[str, str], list[float]]
     for row in timed:
@@ -264,6 +294,12 @@ def _operator(run: Run, page: Page) -> str:
         _heading("Error to float64 on sampled rows") + _table(["arm", "arithmetic", "least", "most"], lines)
     )
     return "".join(parts) + _not_run(rows)
+
+
+def _is_ablation(arm: str) -> bool:
+    """Whether an arm stands for a question of its own, not for a way to run attention."""
+    name, *variants = arm.split("/")
+    return name in DIAGNOSTICS or not ABLATED.isdisjoint(variants)
 
 
 def _beside(rows: Sequence[Row], cases: Sequence[str]) -> tuple[list[str], list[list[str]]]:
@@ -337,6 +373,7 @@ def _eq7(rows: Sequence[Row], cases: Sequence[str]) -> str:
 
 def _winners(rows: Sequence[Row], cases: Sequence[str]) -> list[list[str]]:
     """Which strategy has the fewest rounds on each selection, and which is the fastest."""
+    reuse = _reuse8(rows)
     base = next((row for row in rows if row["arm"] == ORIGINAL), None)
     lines = []
     for case in cases:
@@ -349,18 +386,14 @@ def _winners(rows: Sequence[Row], cases: Sequence[str]) -> list[list[str]]:
             and row["arm"] in SERVING
             and row["arithmetic"] == base["arithmetic"]
         ]
-        if len(own) > 1:
-            predicted = min(own, key=lambda row: row["rounds"])
+        owning = [row for row in own if not row["partials"]]
+        if owning and len(own) > 1:
+            predicted = min(owning, key=lambda row: row["rounds"])
             fastest = min(own, key=lambda row: row["median_ms"])
             ahead = f"{1 - fastest['median_ms'] / predicted['median_ms']:.1%}"
             names = [predicted["arm"], fastest["arm"]]
-            lines.append([case, f"{fastest['edges'] / _visits8(rows, case):.2f}", *names, ahead])
+            lines.append([case, f"{reuse[case]:.2f}", *names, ahead])
     return lines
-
-
-def _visits8(rows: Sequence[Row], case: str) -> int:
-    """Visits of groups of 8 in original order."""
-    return next(row["visits"] for row in rows if row["case"] == case and row["arm"] == ORIGINAL)
 
 
 def _floors(rows: Sequence[Row], cases: Sequence[str]) -> str:
@@ -512,6 +545,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #e3e3e3; vertical-align: bottom; }
 th { font-weight: 600; border-bottom-color: #888; }
 .t { text-align: left; }
+summary { cursor: pointer; color: #0072B2; font-size: .85rem; }
 figure { margin: 1rem 0; }
 img { max-width: 100%; height: auto; }
 figcaption, .note { color: #555; font-size: .85rem; max-width: 60rem; }
@@ -552,9 +586,12 @@ def _table(headings: Sequence[str], lines: Sequence[Sequence[str]], text: int = 
         )
 
     body = "".join(row(line, "td") for line in lines)
-    return (
+    table = (
         f'<div class="scroll"><table><thead>{row(headings, "th")}</thead><tbody>{body}</tbody></table></div>'
     )
+    if len(lines) <= SHOWN_LINES:
+        return table
+    return f"<details><summary>{len(lines)} lines</summary>{table}</details>"
 
 
 def _plot(page: Page, name: str, figure: Any, caption: str) -> str:

@@ -62,12 +62,12 @@ def test_objective_is_named() -> None:
 
 def test_searches_nothing_where_a_tile_holds_one_query() -> None:
     """Every order has as many rounds as there are edges: the original one stands, without a search."""
-    problem = pw.make_problem(preset("interleaved", total_q=132, prefix=9000))
+    problem = pw.make_problem(preset("interleaved", total_q=264, prefix=9000))
     strategy = pw.load("auto")
     schedule: Any = strategy.prepare(problem)
     assert schedule.identity and not schedule.window_choices.any()
-    assert torch.equal(schedule.query_ids[0], torch.arange(132, dtype=torch.int32))
+    assert torch.equal(schedule.query_ids[0], torch.arange(264, dtype=torch.int32))
     work = strategy.work(problem)
-    assert work.rounds == work.edges == 132 * 16
-    larger: Any = strategy.prepare(pw.make_problem(preset("interleaved", total_q=133, prefix=9000)))
+    assert work.rounds == work.edges == 264 * 16
+    larger: Any = strategy.prepare(pw.make_problem(preset("interleaved", total_q=265, prefix=9000)))
     assert not larger.identity and larger.window_choices.any()

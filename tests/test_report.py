@@ -353,6 +353,59 @@ def test_command(online: Path, tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "Error: output: got" in refused.output
 
 
+def test_a_part_of_another_file_is_left_out(online: Path, tmp_path: Path) -> None:
+    part = write(tmp_path / "part.jsonl", lines(online)[:3])
+    other = write(tmp_path / "other.jsonl", [timed("union8", "synthetic.low", 0.71)])
+    page = make_page([read_run(path) for path in (part, online, other)])
+    assert "left out: part." in page.html and {name.partition("-")[0] for name in page.plots} == {
+        "online",
+        "other",
+    }
+
+
+def test_winners_by_rounds_own_their_queries(tmp_path: Path) -> None:
+    """page_union's rounds are another kernel's: it may be the fastest and is never the predicted one."""
+    arms = {"union8": (0.9, 900, 0), "auto": (0.8, 800, 0), "page_union": (0.5, 100, 7)}
+    rows = [
+        timed(arm, "x", ms, rounds=rounds, partials=partials) for arm, (ms, rounds, partials) in arms.items()
+    ]
+    seen = Outline(make_page([read_run(write(tmp_path / "all.jsonl", rows))]).html)
+    assert ["x", "2.38", "auto", "page_union", "37.5%"] in seen.cells
+
+
+def test_arms_of_ablations_stay_out_of_the_plot_of_calls(
+    online: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    inner = figures.complete_calls
+
+    def noted(rows: Sequence[Row], cases: Sequence[str]) -> Any:
+        shown.extend(dict.fromkeys(row["arm"] for row in rows))
+        return inner(rows, cases)
+
+    monkeypatch.setattr(report.figures, "complete_calls", noted)
+    arms = ["union8", "union8/cluster", "fixed_w128", "regroup_w128/visits", "union8/split", "flex"]
+    page = make_page([read_run(write(tmp_path / "all.jsonl", [timed(arm, "x", 1.0) for arm in arms]))])
+    assert shown == ["union8", "union8/split", "flex"]
+    assert {row[0] for row in Outline(page.html).cells if len(row) == 4} >= set(arms)  # errors of all
+
+
+def test_no_two_arms_look_the_same() -> None:
+    arms = [*figures.KNOWN, "union8/split", "union8/cluster", "fixed_w64", "flex", "dense", "auto/split"]
+    styles = figures._styles(arms)
+    assert list(styles) == arms
+    assert len({tuple(style.values()) for style in styles.values()}) == len(arms)
+    assert styles["union8/split"]["color"] == styles["union8"]["color"]
+    # What others run beside it does not change how a known arm looks.
+    assert figures._styles(["flex", "auto"])["auto"] == styles["auto"]
+
+
+def test_long_tables_are_folded(tmp_path: Path) -> None:
+    rows = [timed("union8", f"c{i}", 1.0, net_us=1.0) for i in range(41)]
+    html = make_page([read_run(write(tmp_path / "all.jsonl", rows))]).html
+    assert html.count("<details><summary>41 lines</summary>") == 2 and html.count("</details>") == 2
+
+
 def test_runs_never_meet_in_a_plot(online: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[str]] = []
     inner = figures.complete_calls
