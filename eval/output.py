@@ -250,14 +250,15 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
 
 
-def png(figure: Figure) -> bytes:
-    """Render a figure made without pyplot, so that no display is asked for."""
+def png(figure: Figure, source: str | None = None) -> bytes:
+    """Render a figure made without pyplot, so that no display is asked for; the file names its `source`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(figure)
     buffer = io.BytesIO()
     # No software version in the file: equal figures stay equal bytes.
-    figure.savefig(buffer, format="png", dpi=144, metadata={"Software": None})
+    metadata = {"Software": None, **({} if source is None else {"Source": source})}
+    figure.savefig(buffer, format="png", dpi=144, metadata=metadata)
     return buffer.getvalue()
 
 

@@ -6,6 +6,7 @@ Rows of different runs never meet in a table or a plot: what a difference means 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import statistics
@@ -15,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from pageweaver.common.supports import PRESETS
 from pageweaver.eval import ablations, figures, paper
 from pageweaver.eval.arms import DIAGNOSTICS, ORIGINAL
 from pageweaver.eval.inputs import INPUTS
@@ -27,6 +29,7 @@ Row = dict[str, Any]
 SYNTHETIC = "synthetic."
 SERVING = ("union4", "union8", "regroup_w64", "regroup_w128", "auto", "page_union")
 ABLATED = frozenset({"cluster", "visits", "rounds"})
+DIGITS = 12  # of a hash
 SHOWN_LINES = 40  # a longer table is folded
 # Commands whose rows this page knows, by the middle of their schema.
 BENCHES = ("operator", "ablations", "numerics", "scaling", "prefill", "survey")
@@ -43,11 +46,14 @@ class Run:
     bench : str
         One of `BENCHES`.
     rows : list of dict
+    sha256 : str
+        Of the file: plots and page name what they were made from.
     """
 
     name: str
     bench: str
     rows: list[Row]
+    sha256: str
 
 
 @dataclass
@@ -75,7 +81,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         It is no JSON lines, is empty, or comes from no command of `BENCHES`.
     """
     rows: list[Row] = []
-    for index, line in enumerate(read_lines("rows", path), 1):
+    lines = read_lines("rows", path)
+    for index, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except ValueError as error:
@@ -89,7 +96,9 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         bench = "survey"
     if bench not in BENCHES:
         raise ValueError(f"rows: got {path}, supported: rows of {', '.join(BENCHES)}")
-    return Run(Path(path).stem, bench, rows)
+    return Run(
+        Path(path).stem, bench, rows, hashlib.sha256("".join(f"{x}\n" for x in lines).encode()).hexdigest()
+    )
 
 
 def cases_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -147,6 +156,37 @@ def measured_table(rows: Sequence[Mapping[str, Any]], arms: Sequence[str] | None
     return "\n".join(lines)
 
 
+def arithmetic_table(runs: Iterable[Run]) -> str:
+    """The README's table of arithmetics: caches, error, and complete calls of union8 on the synthetic sets.
+
+    Parameters
+    ----------
+    runs : iterable of Run
+        Of `bench operator`; an arithmetic is taken from the first that has it.
+    """
+    found: dict[str, tuple[str, list[Row]]] = {}
+    for run in runs:
+        for row in run.rows if run.bench == "operator" else []:
+            name, arithmetic = str(row["arm"]).partition("/")[0], row["arithmetic"]
+            if name == ORIGINAL and row["boundary"] == "complete" and not _is_ablation(row["arm"]):
+                held = found.setdefault(arithmetic, (run.name, []))
+                if held[0] == run.name:
+                    held[1].append(row)
+    cases = [f"{SYNTHETIC}{name}" for name in PRESETS]
+    names = " / ".join(f"`{name}`" for name in PRESETS)
+    lines = [
+        f"| `arithmetic` | caches | NRMS, at most | `{ORIGINAL}`, ms on {names} | rows |",
+        "|---|---|---|---|---|",
+    ]
+    for arithmetic, (name, rows) in found.items():
+        times = {row["case"]: f"{row['median_ms']:.3f}" for row in rows}
+        errors = [row["nrms"] for row in rows]
+        caches = "BF16" if rows[0]["kv_dtype"] == "bfloat16" else "FP8"
+        shown = " / ".join(times.get(case, "-") for case in cases)
+        lines.append(f'| `"{arithmetic}"` | {caches} | {max(errors):.2%} | {shown} | `{name}.jsonl` |')
+    return "\n".join(lines)
+
+
 def make_page(runs: Sequence[Run]) -> Page:
     """Build the report of some runs.
 
@@ -159,7 +199,7 @@ def make_page(runs: Sequence[Run]) -> Page:
         raise ValueError("rows: got no file, supported: at least one")
     page = Page("")
     kept = _without_repeats(runs)
-    repeats = [run.name for run in runs if run not in kept]
+    repeats = [f"{run.name} (SHA-256 {run.sha256[:DIGITS]})" for run in runs if run not in kept]
     note = _note(f"Parts of one of these files, left out: {', '.join(repeats)}.") if repeats else ""
     sections = [("Runs", _provenance(kept) + note)]
     makers: dict[str, Callable[[Run, Page], str]] = {
@@ -222,9 +262,10 @@ def _provenance(runs: Sequence[Run]) -> str:
                 how,
                 seen,
                 f"{len(run.rows)}" + (", interrupted" if cut else ""),
+                run.sha256[:DIGITS],
             ]
         )
-    headings = ["file", "device", "driver", "commit", "rounds x calls", "SM MHz seen", "rows"]
+    headings = ["file", "device", "driver", "commit", "rounds x calls", "SM MHz seen", "rows", "SHA-256"]
     note = (
         "Medians over rotated rounds of CUDA graphs; every sample is in the rows. With one input, K and V"
         " stay partly in L2 from call to call."
@@ -260,23 +301,23 @@ def _operator(run: Run, page: Page) -> str:
         if boundary == "complete":
             plain = [row for row in timed if not _is_ablation(row["arm"])]
             caption = "Complete calls, ms; arms of ablations are in the table alone"
-            parts.append(_plot(page, f"{run.name}-calls", figures.complete_calls(plain, cases), caption))
+            parts.append(_plot(page, run, "calls", figures.complete_calls(plain, cases), caption))
     headings, lines = _beside(timed, cases)
     if lines:
         inputs = f"Ours: the selections above. Theirs: {paper.SETUP.removeprefix('the paper: ')}."
         parts.append(_heading("Beside the paper") + _table(headings, lines, text=4) + _note(inputs))
     if any(row["boundary"] == "attention" for row in timed):
         caption = "Work against time: which of the counts a kernel's time follows"
-        parts.append(_plot(page, f"{run.name}-work", figures.work_against_time(timed), caption))
+        parts.append(_plot(page, run, "work", figures.work_against_time(timed), caption))
     if any("net_us" in row for row in timed):
         parts.append(_heading("Orders of queries (Eq. 7), us") + _eq7(timed, cases))
         caption = "Net saving of orders, and what grouping took of it"
-        parts.append(_plot(page, f"{run.name}-savings", figures.savings(timed, cases), caption))
+        parts.append(_plot(page, run, "savings", figures.savings(timed, cases), caption))
     floors = [row for row in timed if row["boundary"] == "attention" and floor_of(row) is not None]
     if floors:
         parts.append(_heading("Over the floor") + _floors(floors, cases))
         caption = "Attention's time over the floor of its own work; a bar is an arm's median"
-        parts.append(_plot(page, f"{run.name}-roofline", figures.roofline(timed, cases), caption))
+        parts.append(_plot(page, run, "roofline", figures.roofline(timed, cases), caption))
     winners = _winners(timed, cases)
     if winners:
         headings = ["selection", "reuse", "fewest rounds", "fastest", "ahead of the predicted one"]
@@ -472,7 +513,7 @@ def _scaling(run: Run, page: Page) -> str:
     parts = []
     if any(row["kind"] in ("context", "queries") for row in timed):
         caption = "Complete calls over context and queries"
-        parts.append(_plot(page, f"{run.name}-scaling", figures.scaling(timed), caption))
+        parts.append(_plot(page, run, "scaling", figures.scaling(timed), caption))
     for kind in dict.fromkeys(row["kind"] for row in run.rows):
         own = [row for row in run.rows if row["kind"] == kind and row["boundary"] != NOT_RUN]
         arms = list(dict.fromkeys(row["arm"] for row in own))
@@ -520,7 +561,7 @@ def _survey(run: Run, page: Page) -> str:
     lines.append(["the paper's eight sources", "2736", "-", "-", f"{low:.2f} to {high:.2f}", "-", "-"])
     caption = "Reuse of every layer and head"
     return _table(["source", "heads", *names], lines) + _plot(
-        page, f"{run.name}-reuse", figures.reuse(run.rows), caption
+        page, run, "reuse", figures.reuse(run.rows), caption
     )
 
 
@@ -540,7 +581,7 @@ h1 { font-size: 1.6rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.25rem; margin: 2.5rem 0 .75rem; border-top: 1px solid #ccc; padding-top: 1rem; }
 h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 nav a { margin-right: 1rem; white-space: nowrap; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; margin: .75rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; }
 th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #e3e3e3; vertical-align: bottom; }
 th { font-weight: 600; border-bottom-color: #888; }
@@ -594,9 +635,9 @@ def _table(headings: Sequence[str], lines: Sequence[Sequence[str]], text: int = 
     return f"<details><summary>{len(lines)} lines</summary>{table}</details>"
 
 
-def _plot(page: Page, name: str, figure: Any, caption: str) -> str:
-    data = png(figure)
-    page.plots[f"{name}.png"] = data
+def _plot(page: Page, run: Run, name: str, figure: Any, caption: str) -> str:
+    data = png(figure, f"{run.name}.jsonl, SHA-256 {run.sha256}")
+    page.plots[f"{run.name}-{name}.png"] = data
     source = base64.b64encode(data).decode()
     text = escape(caption)
     image = f'<img alt="{text}" src="data:image/png;base64,{source}">'

@@ -374,11 +374,13 @@ def report(
     ],
     readme: Annotated[
         bool,
-        typer.Option("--readme", help="Print the README's table of the first bench operator file instead."),
+        typer.Option("--readme", help="Print the README's tables of bench operator files instead."),
     ] = False,
     strategies: Annotated[
         str | None,
-        typer.Option(metavar="A,B,...", help="Columns of that table. Default: all that were timed."),
+        typer.Option(
+            metavar="A,B,...", help="Columns of the first of them. Default: all that the first file timed."
+        ),
     ] = None,
     output: Annotated[Path, typer.Option(metavar="DIR", help="Gets report.html and its plots.")] = Path(
         "results/report"
@@ -397,7 +399,7 @@ def report(
         if first is None:
             raise ValueError("rows: got no file of bench operator, supported with --readme: one")
         columns = None if strategies is None else [x.strip() for x in strategies.split(",") if x.strip()]
-        say(console, reporting.measured_table(first.rows, columns))
+        say(console, f"{reporting.measured_table(first.rows, columns)}\n\n{reporting.arithmetic_table(runs)}")
         return
     page = reporting.make_page(runs)
     files.write_files(output, {"report.html": page.html.encode(), **page.plots})

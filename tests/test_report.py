@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from pageweaver.__main__ import app
 from pageweaver.common.supports import preset
 from pageweaver.eval import ablations, figures, operator, paper, report, roofline, survey
-from pageweaver.eval.report import cases_of, make_page, measured_table, read_run
+from pageweaver.eval.report import arithmetic_table, cases_of, make_page, measured_table, read_run
 from pageweaver.eval.roofline import floor_of
 from pageweaver.eval.scaling import Shape, measure
 from pageweaver.eval.timing import Protocol
@@ -346,7 +346,9 @@ def test_command(online: Path, tmp_path: Path) -> None:
     assert f"Wrote {tmp_path / 'out' / 'report.html'} and 8 plots." in result.output
     assert len(list((tmp_path / "out").iterdir())) == 9
     table = CliRunner().invoke(app, ["report", str(online), "--readme", "--strategies", "union4,union8"])
-    assert table.output == measured_table(lines(online), ["union4", "union8"]) + "\n"
+    expected = [measured_table(lines(online), ["union4", "union8"]), arithmetic_table([read_run(online)])]
+    assert table.output == "\n\n".join(expected) + "\n"
+    assert '| `"fp8"` | FP8 | 3.60% | 0.700 / - / - / - | `online.jsonl` |' in table.output
     refused = CliRunner().invoke(
         app, ["report", str(online), "--output", str(online)], env={"COLUMNS": "200"}
     )
@@ -357,7 +359,7 @@ def test_a_part_of_another_file_is_left_out(online: Path, tmp_path: Path) -> Non
     part = write(tmp_path / "part.jsonl", lines(online)[:3])
     other = write(tmp_path / "other.jsonl", [timed("union8", "synthetic.low", 0.71)])
     page = make_page([read_run(path) for path in (part, online, other)])
-    assert "left out: part." in page.html and {name.partition("-")[0] for name in page.plots} == {
+    assert "left out: part (SHA-256 " in page.html and {name.partition("-")[0] for name in page.plots} == {
         "online",
         "other",
     }
