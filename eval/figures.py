@@ -225,20 +225,20 @@ def reuse(rows: Sequence[Row]) -> Figure:
 
 
 def scaling(rows: Sequence[Row]) -> Figure:
-    """Complete calls over context and over queries, both on logarithmic axes."""
+    """Complete calls over context and over queries, whichever there are, on logarithmic axes."""
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row["boundary"] == "complete"]
     figure = Figure(figsize=(9.0, 3.9), layout="constrained")
-    panels = figure.subplots(1, 2)
+    axes = {
+        "context": ("context", "tokens of context, 16K queries (fewer below)"),
+        "queries": ("total_q", "queries at the end of 64K tokens"),
+    }
+    kinds = [kind for kind in axes if any(row["kind"] == kind for row in rows)]
+    panels = figure.subplots(1, len(kinds), squeeze=False)[0]
     arms = _arms(rows)
-    for panel, kind, field, label in zip(
-        panels,
-        ("context", "queries"),
-        ("context", "total_q"),
-        ("tokens of context, 16K queries (fewer below)", "queries at the end of 64K tokens"),
-        strict=True,
-    ):
+    for panel, kind in zip(panels, kinds, strict=True):
+        field, label = axes[kind]
         for arm, style in _styles(arms).items():
             own = sorted((r[field], r["median_ms"]) for r in rows if r["kind"] == kind and r["arm"] == arm)
             panel.plot(
@@ -247,7 +247,7 @@ def scaling(rows: Sequence[Row]) -> Figure:
                 markersize=5.5,
                 markeredgewidth=0.6,
                 linewidth=1.2,
-                label=arm if kind == "context" else None,
+                label=arm if kind == kinds[0] else None,
                 **style,
             )
         panel.set_xscale("log", base=2)

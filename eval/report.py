@@ -512,7 +512,8 @@ def _scaling(run: Run, page: Page) -> str:
     timed = [row for row in run.rows if row["median_ms"] is not None]
     parts = []
     if any(row["kind"] in ("context", "queries") for row in timed):
-        caption = "Complete calls over context and queries"
+        overlap = ", ".join(dict.fromkeys(str(row.get("overlap", "-")) for row in timed))
+        caption = f"Complete calls over context and queries; page selections: {overlap}"
         parts.append(_plot(page, run, "scaling", figures.scaling(timed), caption))
     for kind in dict.fromkeys(row["kind"] for row in run.rows):
         own = [row for row in run.rows if row["kind"] == kind and row["boundary"] != NOT_RUN]
@@ -525,6 +526,11 @@ def _scaling(run: Run, page: Page) -> str:
             lines.append([case[0].removeprefix(f"{kind}."), *weight, *cells])
         headings = [kind, *(["calls"] if kind == "workload" else []), *arms]
         parts.append(_heading(f"{kind}: complete calls, ms") + _table(headings, lines))
+    beside = _interleaved(timed)
+    if beside:
+        headings = ["context", "page_union, ms", "others, ms", "the paper's page_union", "its FlashInfer"]
+        parts.append(_heading("Interleaved supports beside the paper") + _table(headings, beside))
+        parts.append(_note("Ours: the preset's supports on this shape. Theirs: " + paper.INTERLEAVED + "."))
     totals = weigh(run.rows)
     if totals:
         base = next((one.seconds for one in totals if one.arm == BASELINE), None)
@@ -542,6 +548,23 @@ def _scaling(run: Run, page: Page) -> str:
         notes = dict.fromkeys(row["workload"] for row in run.rows if row.get("workload"))
         parts.append(_heading("The mix of calls") + _table(headings, lines) + "".join(map(_note, notes)))
     return "".join(parts) + _not_run(run.rows)
+
+
+def _interleaved(rows: Sequence[Row]) -> list[list[str]]:
+    """Controlled interleaved supports of the contexts that the paper measured."""
+    lines = []
+    for name, theirs in paper.INTERLEAVED_MS.items():
+        own = {
+            row["arm"]: f"{row['median_ms']:.3f}"
+            for row in rows
+            if (row["kind"], row.get("overlap")) == ("context", "interleaved")
+            and row["boundary"] == "complete"
+            and row["case"].endswith(f".c{name}")
+        }
+        if "page_union" in own:
+            others = ", ".join(f"{arm} {ms}" for arm, ms in own.items() if arm != "page_union")
+            lines.append([name, own["page_union"], others, *(f"{ms:.3f}" for ms in theirs)])
+    return lines
 
 
 def _prefill(run: Run, page: Page) -> str:

@@ -25,7 +25,7 @@ Row = dict[str, Any]
 Show = Callable[[Console, Sequence[Row]], object]
 
 # What `--quick` shortens.
-QUICK_ROUNDS, QUICK_CALLS, QUICK_SELECTIONS, QUICK_SHAPES = 3, 10, 2, 6
+QUICK_ROUNDS, QUICK_CALLS, QUICK_SELECTIONS, QUICK_SHAPES, QUICK_TOKENS = 3, 10, 2, 6, 16_384
 
 
 class KvDtype(str, Enum):
@@ -61,7 +61,7 @@ Commit = Annotated[
     typer.Option(metavar="HASH", help="Commit to note in the rows where the folder has no git history."),
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="About two minutes: fewer selections, rounds and calls.")
+    bool, typer.Option("--quick", help="About two minutes: fewer selections, shapes, rounds and calls.")
 ]
 RowFile = Annotated[Path, typer.Option(metavar="FILE", help="Gets the JSON rows.")]
 
@@ -212,6 +212,7 @@ def prefill(
     rounds: Rounds = 5,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of weights and prompt.")] = 0,
     commit: Commit = None,
+    quick: Quick = False,
     output: RowFile = Path("results/prefill.jsonl"),
 ) -> None:
     """Time a long prefill of transformers' MiniMax-M3 layers: indexer, attention and the rest.
@@ -227,10 +228,10 @@ def prefill(
         timing.measure,
         timing.real_config(layers),
         timing.parse_arms(strategies),
-        tokens=tokens,
+        tokens=min(tokens, QUICK_TOKENS) if quick else tokens,
         chunk=chunk,
         smooths=smooth or [1, 16],
-        rounds=rounds,
+        rounds=QUICK_ROUNDS if quick else rounds,
         seed=seed,
     )
     run.collect(made, timing.print_prefill)

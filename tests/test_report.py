@@ -323,6 +323,29 @@ def test_scaling_rows_make_curves_and_totals(tmp_path: Path) -> None:
     assert ["q338.c74578", "1,418", "2.000", "0.500"] in seen.cells and "calls: all" in page.html
 
 
+def test_interleaved_contexts_stand_beside_the_papers(tmp_path: Path) -> None:
+    rows = [
+        {
+            **timed(arm, f"context.q16K.c{size}K", ms, overlap=overlap, kind="context", weight=0),
+            **header("scaling"),
+            "context": size * 1024,
+        }
+        for overlap in ("interleaved", "mid")
+        for size in (32, 64, 128)
+        for arm, ms in (("union8", 1.1), ("page_union", 0.7 + size / 1000))
+    ]
+    page = make_page(
+        [
+            read_run(write(tmp_path / f"{o}.jsonl", [r for r in rows if r["overlap"] == o]))
+            for o in ("interleaved", "mid")
+        ]
+    )
+    seen = Outline(page.html)
+    assert ["32K", "0.732", "union8 1.100", "1.340", "1.588"] in seen.cells
+    assert ["64K", "0.764", "union8 1.100", "2.852", "3.172"] in seen.cells
+    assert page.html.count("beside the paper") == 1 and "page selections: interleaved" in page.html
+
+
 # --- the README's table ---
 
 
