@@ -350,7 +350,7 @@ def load_selections(path: str | os.PathLike[str], names: Sequence[str] | None = 
 
     source = Path(path)
     if not source.is_file():
-        raise FileNotFoundError(f"no selection file at {source}")
+        raise FileNotFoundError(f"path: got {source}, supported: an existing selection file")
     try:
         with safe_open(source, framework="numpy") as stream:
             header = _read_header(source, stream.metadata())
@@ -363,8 +363,8 @@ def load_selections(path: str | os.PathLike[str], names: Sequence[str] | None = 
                 _restore(source, entries[name], header["metadata"], stream.get_tensor(name))
                 for name in wanted
             ]
-    except SafetensorError as error:
-        raise ValueError(f"{source} is not a readable safetensors file: {error}") from error
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"path: got {source}, supported: a readable safetensors file ({error})") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{source}: its header is damaged ({error!r})") from error
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from pageweaver.common.captures import Selection
+from pageweaver.common.captures import Selection
+from pageweaver.common.errors import UnsupportedDeviceError
 
 HEAD_DIM = 128
 DEFAULT_SOFTMAX_SCALE = HEAD_DIM**-0.5
@@ -18,9 +17,32 @@ GROUP_SIZES = (1, 2, 4, 8, 16)
 MAX_TOPK = 32
 TILE_ROWS = 64  # rows of one tensor-core tile: TILE_ROWS // group_size queries
 KV_DTYPES = (torch.float8_e4m3fn, torch.bfloat16)
+# Tiles that the 132 multiprocessors of an H100 or H200 SXM hold at once, two each. A constant, so that sizes
+# follow from shapes alone.
+RESIDENT_TILES = 2 * 132
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32 = torch.finfo(torch.float32)
+
+
+def tile_queries(rows: int, group_size: int) -> int:
+    """Queries that a tile of a union strategy takes.
+
+    As many as fill its 64 rows; in a call so small that the GPU holds the tiles of half as many at once,
+    half, and so on: more tiles work at a time, each over the shorter union of fewer queries. Outputs keep
+    their bits.
+
+    Parameters
+    ----------
+    rows : int
+        ``num_kv_heads * total_q``.
+    group_size : int
+        Query heads a KV head.
+    """
+    queries = TILE_ROWS // group_size
+    while queries > 1 and 2 * rows <= RESIDENT_TILES * queries:
+        queries //= 2
+    return queries
 
 
 def _fail_type(name: str, value: object, wanted: str) -> None:
@@ -29,6 +51,11 @@ def _fail_type(name: str, value: object, wanted: str) -> None:
 
 def _fail_value(name: str, value: object, wanted: str) -> None:
     raise ValueError(f"{name}: got {value}, supported: {wanted}")
+
+
+def _check_kind(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        _fail_type(name, type(value).__name__, wanted)
 
 
 def _check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], ndim: int) -> None:
@@ -384,6 +411,46 @@ def selection_support(selection: Selection) -> torch.Tensor:
     )
 
 
+def check_selection(selection: Selection, group_size: int, kv_dtype: torch.dtype) -> None:
+    """Check what a problem is to be made of.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, its value and what is supported.
+    """
+    _check_kind("selection", selection, Selection, "Selection")
+    if selection.page_size not in PAGE_SIZES:
+        _fail_value("selection.page_size", selection.page_size, str(PAGE_SIZES))
+    if selection.topk > MAX_TOPK:
+        _fail_value("selection.topk", selection.topk, f"1 to {MAX_TOPK}")
+    _check_kind("group_size", group_size, int, "int")
+    if group_size not in GROUP_SIZES:
+        _fail_value("group_size", group_size, str(GROUP_SIZES))
+    if kv_dtype not in KV_DTYPES:
+        _fail_type("kv_dtype", repr(kv_dtype), " or ".join(map(str, KV_DTYPES)))
+
+
+def _check_device(device: str | torch.device) -> torch.device:
+    """A device that tensors can be put on."""
+    _check_kind("device", device, (str, torch.device), "str or torch.device")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device: got {device!r}, supported: what torch names so, such as 'cpu' or 'cuda:0'"
+        ) from error
+    try:
+        torch.empty(0, device=chosen)
+    # Builds of torch without the device, and machines without it, answer in all these ways.
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedDeviceError(
+            f"device: got {str(device)!r}, supported: a device of this machine ({reason[:200]})"
+        ) from error
+    return chosen
+
+
 def make_problem(
     selection: Selection,
     *,
@@ -411,7 +478,21 @@ def make_problem(
     -------
     AttentionProblem
         Physical pages are a random permutation, as in a cache that has lived for a while.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not supported; the message names it, its value and what is supported.
+    UnsupportedDeviceError
+        This machine, or this build of torch, lacks the device.
+    MemoryError
+        The caches do not fit in memory.
     """
+    check_selection(selection, group_size, kv_dtype)
+    _check_kind("seed", seed, int, "int")
+    if not 0 <= seed < 2**64:
+        _fail_value("seed", seed, "0 to 2**64 - 1")
+    place = _check_device(device)
     generator = torch.Generator().manual_seed(seed)
     heads, total_q = selection.num_kv_heads, selection.total_q
     lengths = torch.from_numpy(selection.seqused_k.copy())
@@ -433,11 +514,11 @@ def make_problem(
         page_table[request, :count] = physical[start : start + count]
         start += count
     return AttentionProblem(
-        q=q.to(device),
-        k_cache=k_cache.to(device),
-        v_cache=v_cache.to(device),
-        q2k_indices=torch.from_numpy(selection.q2k_indices.copy()).to(device),
-        cu_seqlens_q=torch.from_numpy(selection.cu_seqlens_q.copy()).to(device),
-        seqused_k=lengths.to(device),
-        page_table=page_table.to(device),
+        q=q.to(place),
+        k_cache=k_cache.to(place),
+        v_cache=v_cache.to(place),
+        q2k_indices=torch.from_numpy(selection.q2k_indices.copy()).to(place),
+        cu_seqlens_q=torch.from_numpy(selection.cu_seqlens_q.copy()).to(place),
+        seqused_k=lengths.to(place),
+        page_table=page_table.to(place),
     )

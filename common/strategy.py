@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -457,7 +458,27 @@ def load(name: str, **options: Any) -> Strategy:
     ------
     ValueError
         No such strategy; the supported names are listed.
+    TypeError
+        The strategy takes no such option; those that it takes are listed.
     """
     if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"strategy: got {name!r}, supported: {available()}")
+    supported = _options(_REGISTRY[name])
+    for option, value in options.items():
+        if option not in supported:
+            raise TypeError(
+                f"{option}: got {value!r}, which is no option of {name}, supported: {', '.join(supported)}"
+            )
     return _REGISTRY[name](**options)
+
+
+def _options(cls: type[Strategy]) -> tuple[str, ...]:
+    """Keyword arguments of a strategy, and of what it derives from as far as it passes others on."""
+    names: list[str] = []
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+            names += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return tuple(dict.fromkeys(names))

@@ -16,7 +16,13 @@ import numpy as np
 import torch
 
 from pageweaver.common.captures import Selection
-from pageweaver.common.problem import HEAD_DIM, TILE_ROWS, AttentionProblem, selection_support
+from pageweaver.common.problem import (
+    HEAD_DIM,
+    TILE_ROWS,
+    AttentionProblem,
+    check_selection,
+    selection_support,
+)
 from pageweaver.common.reference import nrms
 from pageweaver.common.strategy import Strategy, available, load
 from pageweaver.eval.baselines import BASELINES, Baseline
@@ -223,6 +229,7 @@ def counting_problem(
     selection: Selection, group_size: int = 16, kv_dtype: torch.dtype = torch.float8_e4m3fn
 ) -> AttentionProblem:
     """A problem with a selection's pages and no numbers: enough for `Strategy.work`, and no memory."""
+    check_selection(selection, group_size, kv_dtype)
     heads, lengths = selection.num_kv_heads, torch.from_numpy(selection.seqused_k.copy())
     max_pages = -(-int(lengths.max()) // selection.page_size) if len(lengths) else 0
     one_head = torch.zeros(1, 1, 1, HEAD_DIM)

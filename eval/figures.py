@@ -16,10 +16,20 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-# Okabe and Ito's others, for more than three series, and marks that tell series apart without colour.
-COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", GREY)
-MARKS = "osD^vP*X"
-HATCHES = ("", "///", "...", "\\\\\\", "xxx", "+++", "ooo", "---")
+# Okabe and Ito's others but for yellow, which white swallows; marks tell series apart without colour.
+COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#56B4E9", "#D55E00", "#000000", GREY)
+MARKS = "osD^vPXh"
+# These look the same in every plot; others take what comes after them.
+KNOWN = (
+    "per_query",
+    "union4",
+    "union8",
+    "regroup_w64",
+    "regroup_w128",
+    "auto",
+    "page_union",
+    "page_union/single",
+)
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Any]:
@@ -39,31 +49,56 @@ def _arms(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["arm"] for row in rows))
 
 
-def _style(index: int) -> dict[str, Any]:
-    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKS[index % len(MARKS)]}
+def _styles(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour, mark and filling of each arm; those that are not known are hollow.
+
+    The first variant of a known arm takes its colour and mark.
+    """
+    places: dict[str, int] = {}
+    for arm in arms:
+        base = arm.partition("/")[0]
+        if arm in KNOWN:
+            places[arm] = KNOWN.index(arm)
+        elif base in KNOWN and len(KNOWN) + KNOWN.index(base) not in places.values():
+            places[arm] = len(KNOWN) + KNOWN.index(base)
+        else:
+            places[arm] = 2 * len(KNOWN) + len([at for at in places.values() if at >= 2 * len(KNOWN)])
+    styles: dict[str, dict[str, Any]] = {}
+    for arm, index in places.items():
+        colour = COLOURS[index % len(COLOURS)]
+        styles[arm] = {
+            "color": colour,
+            "marker": MARKS[(index + index // (2 * len(MARKS))) % len(MARKS)],
+            "markerfacecolor": colour if index < len(KNOWN) else "white",
+            "markeredgecolor": colour,
+        }
+    return styles
 
 
 def complete_calls(rows: Sequence[Row], cases: Sequence[str]) -> Figure:
-    """Complete calls of every arm, a group of bars a selection."""
+    """Complete calls of every arm: a band a selection, and in it the arms one below the other."""
     rows = [row for row in rows if row["boundary"] == "complete"]
     arms = _arms(rows)
     times = {(row["case"], row["arm"]): row["median_ms"] for row in rows}
-    figure, axes = _figure(9.0, 1.2 + len(cases) * (0.11 * len(arms) + 0.12))
-    height = 0.8 / len(arms)
-    for index, arm in enumerate(arms):
+    figure, axes = _figure(9.0, 1.3 + len(cases) * (0.055 * len(arms) + 0.12))
+    for place in range(0, len(cases), 2):
+        axes.axhspan(place - 0.5, place + 0.5, color="#F3F3F3", linewidth=0, zorder=0)
+    step = 0.8 / len(arms)
+    for index, (arm, style) in enumerate(_styles(arms).items()):
         held = [(place, times[case, arm]) for place, case in enumerate(cases) if (case, arm) in times]
-        axes.barh(
-            [place + (index - (len(arms) - 1) / 2) * height for place, _ in held],
+        axes.plot(
             [ms for _, ms in held],
-            height=height,
-            color=COLOURS[index % len(COLOURS)],
-            hatch=HATCHES[index % len(HATCHES)],
-            edgecolor="white",
-            linewidth=0,
+            [place + (index - (len(arms) - 1) / 2) * step for place, _ in held],
+            linestyle="",
+            markersize=5,
+            markeredgewidth=0.6,
             label=arm,
+            **style,
         )
     axes.set_yticks(range(len(cases)), cases)
-    axes.set_ylim(len(cases) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(cases) - 0.5, -0.5)
+    axes.set_xlim(left=0)
     axes.set_xlabel("complete call, ms")
     axes.grid(axis="x", alpha=0.25)
     _legend(axes)
@@ -75,21 +110,21 @@ def work_against_time(rows: Sequence[Row]) -> Figure:
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row["boundary"] == "attention" and row["rounds"] is not None]
-    figure = Figure(figsize=(9.0, 3.9), layout="constrained")
+    figure = Figure(figsize=(9.0, 4.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for panel, field, label in zip(
         panels, ("visits", "rounds"), ("page visits (Eq. 3)", "64-row rounds (Eq. 4)"), strict=True
     ):
-        for index, arm in enumerate(_arms(rows)):
+        for arm, style in _styles(_arms(rows)).items():
             own = [row for row in rows if row["arm"] == arm]
-            panel.scatter(
+            panel.plot(
                 [row[field] for row in own],
                 [row["median_ms"] for row in own],
-                s=26,
-                edgecolor="white",
-                linewidth=0.4,
+                linestyle="",
+                markersize=5.5,
+                markeredgewidth=0.6,
                 label=arm if field == "visits" else None,
-                **_style(index),
+                **style,
             )
         panel.set_xlabel(label)
         panel.set_xlim(left=0)
@@ -110,11 +145,11 @@ def savings(rows: Sequence[Row], cases: Sequence[str]) -> Figure:
     held = {(row["case"], row["arm"]): row for row in rows}
     figure, axes = _figure(9.0, 1.4 + len(cases) * (0.13 * len(arms) + 0.12))
     height = 0.8 / len(arms)
-    for index, arm in enumerate(arms):
+    for index, (arm, style) in enumerate(_styles(arms).items()):
         places = [place for place, case in enumerate(cases) if (case, arm) in held]
         own = [held[cases[place], arm] for place in places]
         at = [place + (index - (len(arms) - 1) / 2) * height for place in places]
-        colour = COLOURS[index % len(COLOURS)]
+        colour = style["color"]
         axes.barh(at, [row["net_us"] for row in own], height=height, color=colour, label=f"{arm}: net")
         # Execution alone saves this much more.
         axes.barh(
@@ -126,7 +161,7 @@ def savings(rows: Sequence[Row], cases: Sequence[str]) -> Figure:
             edgecolor=colour,
             hatch="////",
             linewidth=0.6,
-            label="spent on grouping" if index == 0 else None,
+            label="spent on grouping" if index == 0 and any("increment_us" in row for row in own) else None,
         )
     axes.axvline(0, color=GREY, linewidth=0.8)
     axes.axvline(
@@ -153,14 +188,14 @@ def roofline(rows: Sequence[Row], cases: Sequence[str]) -> Figure:
     arms = list(dict.fromkeys(arm for arm, _, _ in points))
     figure, axes = _figure(9.0, 3.6)
     rng = np.random.default_rng(0)
-    for index, arm in enumerate(arms):
+    for index, (arm, style) in enumerate(_styles(arms).items()):
         own = [(cases.index(case), ratio) for name, case, ratio in points if name == arm]
         spread = index + rng.uniform(-0.18, 0.18, len(own))
-        colour = COLOURS[index % len(COLOURS)]
-        axes.scatter(spread, [r for _, r in own], s=24, color=colour, edgecolor="white", linewidth=0.4)
-        axes.hlines(np.median([r for _, r in own]), index - 0.3, index + 0.3, color=colour, linewidth=2)
+        median = np.median([r for _, r in own])
+        axes.hlines(median, index - 0.3, index + 0.3, color=style["color"], linewidth=2)
+        axes.plot(spread, [r for _, r in own], linestyle="", markersize=5.5, markeredgewidth=0.6, **style)
     axes.axhline(1, color=GREY, linestyle=":", linewidth=1)
-    axes.set_xticks(range(len(arms)), arms, rotation=15, ha="right", fontsize=9)
+    axes.set_xticks(range(len(arms)), arms, rotation=25, ha="right", rotation_mode="anchor", fontsize=9)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("attention, times its floor")
     axes.grid(axis="y", alpha=0.25)
@@ -190,29 +225,30 @@ def reuse(rows: Sequence[Row]) -> Figure:
 
 
 def scaling(rows: Sequence[Row]) -> Figure:
-    """Complete calls over context and over queries, both on logarithmic axes."""
+    """Complete calls over context and over queries, whichever there are, on logarithmic axes."""
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row["boundary"] == "complete"]
     figure = Figure(figsize=(9.0, 3.9), layout="constrained")
-    panels = figure.subplots(1, 2)
+    axes = {
+        "context": ("context", "tokens of context, 16K queries (fewer below)"),
+        "queries": ("total_q", "queries at the end of 64K tokens"),
+    }
+    kinds = [kind for kind in axes if any(row["kind"] == kind for row in rows)]
+    panels = figure.subplots(1, len(kinds), squeeze=False)[0]
     arms = _arms(rows)
-    for panel, kind, field, label in zip(
-        panels,
-        ("context", "queries"),
-        ("context", "total_q"),
-        ("tokens of context, 16K queries (fewer below)", "queries at the end of 64K tokens"),
-        strict=True,
-    ):
-        for index, arm in enumerate(arms):
+    for panel, kind in zip(panels, kinds, strict=True):
+        field, label = axes[kind]
+        for arm, style in _styles(arms).items():
             own = sorted((r[field], r["median_ms"]) for r in rows if r["kind"] == kind and r["arm"] == arm)
             panel.plot(
                 [size for size, _ in own],
                 [ms for _, ms in own],
-                markersize=4,
+                markersize=5.5,
+                markeredgewidth=0.6,
                 linewidth=1.2,
-                label=arm if kind == "context" else None,
-                **_style(index),
+                label=arm if kind == kinds[0] else None,
+                **style,
             )
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")

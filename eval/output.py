@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -193,25 +194,48 @@ def split_commit(text: str) -> tuple[str, bool]:
 def check_folder(path: Path, *names: str) -> None:
     """Refuse, before any work, a folder that `write_files` could not write these files to.
 
+    Files of these names are written in a new folder that is then removed, as deep as they would lie.
+
     Raises
     ------
     ValueError
-        `path` or a parent is a file, or a name is empty or a folder's.
-    PermissionError
-        The nearest existing parent is not writable.
+        `path` or a parent is no folder, or a name is empty or that of something else than a file.
+    OSError
+        A file cannot be created there.
     """
     existing = path.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise ValueError(f"output: got {path}, supported: a folder ({existing} is a file)")
-    for name in names:
-        if not name or (path / name).is_dir():
-            raise ValueError(f"output: got {path / name}, supported: a file (this is a folder)")
-    if not os.access(existing, os.W_OK):
-        raise PermissionError(
-            f"output: got {path}, supported: a folder that can be written ({existing} cannot)"
-        )
+    try:
+        while not existing.exists():
+            existing = existing.parent
+        if not existing.is_dir():
+            raise ValueError(f"output: got {path}, supported: a folder ({existing} is a file)")
+        for name in names:
+            target = path / name
+            if not name or (target.exists() and not target.is_file()):
+                kind = "a folder" if target.is_dir() else "no regular file"
+                raise ValueError(f"output: got {target}, supported: a file (this is {kind})")
+        with tempfile.TemporaryDirectory(prefix=".pageweaver.", dir=existing) as trial:
+            write_files(Path(trial) / path.absolute().relative_to(existing), dict.fromkeys(names, b""))
+    except OSError as error:
+        raise OSError(
+            f"output: got {path}, supported: a folder that can be written"
+            f" ({existing}: {error.strerror or error})"
+        ) from error
+
+
+def read_lines(argument: str, path: str | os.PathLike[str]) -> list[str]:
+    """Lines of a UTF-8 text file that an argument names.
+
+    Raises
+    ------
+    ValueError
+        It cannot be read, or is no such text; the argument, the path and the reason are named.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no UTF-8"
+        raise ValueError(f"{argument}: got {path}, supported: a text file ({reason})") from error
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -226,14 +250,15 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
 
 
-def png(figure: Figure) -> bytes:
-    """Render a figure made without pyplot, so that no display is asked for."""
+def png(figure: Figure, source: str | None = None) -> bytes:
+    """Render a figure made without pyplot, so that no display is asked for; the file names its `source`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(figure)
     buffer = io.BytesIO()
     # No software version in the file: equal figures stay equal bytes.
-    figure.savefig(buffer, format="png", dpi=144, metadata={"Software": None})
+    metadata = {"Software": None, **({} if source is None else {"Source": source})}
+    figure.savefig(buffer, format="png", dpi=144, metadata=metadata)
     return buffer.getvalue()
 
 

@@ -6,6 +6,7 @@ Rows of different runs never meet in a table or a plot: what a difference means 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import statistics
@@ -15,17 +16,21 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from pageweaver.common.supports import PRESETS
 from pageweaver.eval import ablations, figures, paper
-from pageweaver.eval.arms import ORIGINAL
+from pageweaver.eval.arms import DIAGNOSTICS, ORIGINAL
 from pageweaver.eval.inputs import INPUTS
 from pageweaver.eval.operator import COUNTED, NOT_RUN, number
-from pageweaver.eval.output import png
+from pageweaver.eval.output import png, read_lines
 from pageweaver.eval.roofline import floor_of
 from pageweaver.eval.scaling import BASELINE, weigh
 
 Row = dict[str, Any]
 SYNTHETIC = "synthetic."
 SERVING = ("union4", "union8", "regroup_w64", "regroup_w128", "auto", "page_union")
+ABLATED = frozenset({"cluster", "visits", "rounds"})
+DIGITS = 12  # of a hash
+SHOWN_LINES = 40  # a longer table is folded
 # Commands whose rows this page knows, by the middle of their schema.
 BENCHES = ("operator", "ablations", "numerics", "scaling", "prefill", "survey")
 
@@ -41,11 +46,14 @@ class Run:
     bench : str
         One of `BENCHES`.
     rows : list of dict
+    sha256 : str
+        Of the file: plots and page name what they were made from.
     """
 
     name: str
     bench: str
     rows: list[Row]
+    sha256: str
 
 
 @dataclass
@@ -73,7 +81,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         It is no JSON lines, is empty, or comes from no command of `BENCHES`.
     """
     rows: list[Row] = []
-    for index, line in enumerate(Path(path).read_text().splitlines(), 1):
+    lines = read_lines("rows", path)
+    for index, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except ValueError as error:
@@ -87,16 +96,24 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         bench = "survey"
     if bench not in BENCHES:
         raise ValueError(f"rows: got {path}, supported: rows of {', '.join(BENCHES)}")
-    return Run(Path(path).stem, bench, rows)
+    return Run(
+        Path(path).stem, bench, rows, hashlib.sha256("".join(f"{x}\n" for x in lines).encode()).hexdigest()
+    )
 
 
 def cases_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Selections: synthetic ones as they come, then others by the reuse of groups of 8, the least first."""
     rows = list(rows)
     names = list(dict.fromkeys(row["case"] for row in rows))
-    known = {row["case"]: row["reuse"] for row in rows if row.get("arm") == ORIGINAL and row.get("reuse")}
+    known = _reuse8(rows)
     made = [name for name in names if name.startswith(SYNTHETIC)]
     return made + sorted((n for n in names if n not in made), key=lambda name: known.get(name, 0.0))
+
+
+def _reuse8(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Reuse of each selection's groups of 8 in original order, whatever the arithmetic that ran them."""
+    originals = (row for row in rows if str(row.get("arm")).partition("/")[0] == ORIGINAL)
+    return {row["case"]: row["reuse"] for row in originals if row.get("reuse")}
 
 
 def complete_medians(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
@@ -127,7 +144,7 @@ def measured_table(rows: Sequence[Mapping[str, Any]], arms: Sequence[str] | None
         raise ValueError(
             f"rows: got none of {missing[0] if missing else 'complete calls'}, supported: a full run"
         )
-    reuse = {row["case"]: row["reuse"] for row in rows if row["arm"] == ORIGINAL}
+    reuse = _reuse8(rows)
     lines = [
         "| selection | reuse | " + " | ".join(f"`{arm}`" for arm in chosen) + " |",
         "|---" * (2 + len(chosen)) + "|",
@@ -136,6 +153,37 @@ def measured_table(rows: Sequence[Mapping[str, Any]], arms: Sequence[str] | None
         shown = f"{reuse[case]:.2f}" if case in reuse else "-"
         cells = [f"{times[case, arm]:.3f}" for arm in chosen]
         lines.append("| " + " | ".join([f"`{case}`", shown, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def arithmetic_table(runs: Iterable[Run]) -> str:
+    """The README's table of arithmetics: caches, error, and complete calls of union8 on the synthetic sets.
+
+    Parameters
+    ----------
+    runs : iterable of Run
+        Of `bench operator`; an arithmetic is taken from the first that has it.
+    """
+    found: dict[str, tuple[str, list[Row]]] = {}
+    for run in runs:
+        for row in run.rows if run.bench == "operator" else []:
+            name, arithmetic = str(row["arm"]).partition("/")[0], row["arithmetic"]
+            if name == ORIGINAL and row["boundary"] == "complete" and not _is_ablation(row["arm"]):
+                held = found.setdefault(arithmetic, (run.name, []))
+                if held[0] == run.name:
+                    held[1].append(row)
+    cases = [f"{SYNTHETIC}{name}" for name in PRESETS]
+    names = " / ".join(f"`{name}`" for name in PRESETS)
+    lines = [
+        f"| `arithmetic` | caches | NRMS, at most | `{ORIGINAL}`, ms on {names} | rows |",
+        "|---|---|---|---|---|",
+    ]
+    for arithmetic, (name, rows) in found.items():
+        times = {row["case"]: f"{row['median_ms']:.3f}" for row in rows}
+        errors = [row["nrms"] for row in rows]
+        caches = "BF16" if rows[0]["kv_dtype"] == "bfloat16" else "FP8"
+        shown = " / ".join(times.get(case, "-") for case in cases)
+        lines.append(f'| `"{arithmetic}"` | {caches} | {max(errors):.2%} | {shown} | `{name}.jsonl` |')
     return "\n".join(lines)
 
 
@@ -150,7 +198,10 @@ def make_page(runs: Sequence[Run]) -> Page:
     if not runs:
         raise ValueError("rows: got no file, supported: at least one")
     page = Page("")
-    sections = [("Runs", _provenance(runs))]
+    kept = _without_repeats(runs)
+    repeats = [f"{run.name} (SHA-256 {run.sha256[:DIGITS]})" for run in runs if run not in kept]
+    note = _note(f"Parts of one of these files, left out: {', '.join(repeats)}.") if repeats else ""
+    sections = [("Runs", _provenance(kept) + note)]
     makers: dict[str, Callable[[Run, Page], str]] = {
         "operator": _operator,
         "ablations": _ablations,
@@ -168,20 +219,32 @@ def make_page(runs: Sequence[Run]) -> Page:
         "survey": "Reuse",
     }
     for bench in BENCHES:
-        for run in runs:
+        for run in kept:
             if run.bench == bench:
                 sections.append((f"{titles[bench]}: {run.name}", makers[bench](run, page)))
     page.html = _document(sections)
     return page
 
 
+def _without_repeats(runs: Sequence[Run]) -> list[Run]:
+    """The runs but for those all of whose rows another one holds; large ones first."""
+    kept: list[tuple[Run, set[str]]] = []
+    for run in sorted(runs, key=lambda run: -len(run.rows)):
+        rows = {json.dumps(row, sort_keys=True) for row in run.rows}
+        if not any(rows <= others for _, others in kept):
+            kept.append((run, rows))
+    return [run for run, _ in kept]
+
+
 # --- sections ---
 
 
 def _provenance(runs: Sequence[Run]) -> str:
-    lines = []
+    lines, commands = [], []
     for run in runs:
         row = run.rows[0]
+        if "command" in row:
+            commands.append([run.name, row["command"]])
         clocks = [r["sm_mhz"] for r in run.rows if r.get("sm_mhz")]
         seen = f"{min(c[0] for c in clocks)} to {max(c[2] for c in clocks)}" if clocks else "-"
         protocol = next((r["protocol"] for r in run.rows if r.get("protocol")), None)
@@ -193,21 +256,21 @@ def _provenance(runs: Sequence[Run]) -> str:
         lines.append(
             [
                 run.name,
-                row.get("command", "-"),
                 str(row.get("device", "-")),
                 f"{row.get('driver') or '-'}, CUDA {row.get('cuda') or '-'}, torch {row.get('torch', '-')}",
                 commit,
                 how,
                 seen,
                 f"{len(run.rows)}" + (", interrupted" if cut else ""),
+                run.sha256[:DIGITS],
             ]
         )
-    headings = ["file", "command", "device", "driver", "commit", "rounds x calls", "SM MHz seen", "rows"]
+    headings = ["file", "device", "driver", "commit", "rounds x calls", "SM MHz seen", "rows", "SHA-256"]
     note = (
         "Medians over rotated rounds of CUDA graphs; every sample is in the rows. With one input, K and V"
-        " stay partly in L2 from call to call. Beside ours: " + paper.SETUP + "."
+        " stay partly in L2 from call to call."
     )
-    return _table(headings, lines, text=5) + _note(note)
+    return _table(headings, lines, text=4) + _note(note) + _table(["file", "command"], commands, text=2)
 
 
 def _operator(run: Run, page: Page) -> str:
@@ -217,7 +280,7 @@ def _operator(run: Run, page: Page) -> str:
         return _note("Counted alone: these rows hold no times.") + _counts(rows)
     cases, arms = cases_of(timed), list(dict.fromkeys(row["arm"] for row in timed))
     policies = {row["arm"]: row.get("arithmetic") for row in timed}
-    reuse = {row["case"]: row["reuse"] for row in timed if row["arm"] == ORIGINAL}
+    reuse = _reuse8(timed)
     parts = []
     for boundary, title in (
         ("complete", "Complete calls, ms: all from BF16 q, cache and page ids to the output"),
@@ -236,24 +299,32 @@ def _operator(run: Run, page: Page) -> str:
         headings = ["selection", "reuse", *(f"{arm} ({policies[arm]})" for arm in shown)]
         parts.append(_heading(title) + _table(headings, lines))
         if boundary == "complete":
-            parts.append(_plot(page, f"{run.name}-calls", figures.complete_calls(timed, cases), title))
-    parts.append(_heading("Beside the paper") + _table(*_beside(timed, cases), text=4))
+            plain = [row for row in timed if not _is_ablation(row["arm"])]
+            caption = "Complete calls, ms; arms of ablations are in the table alone"
+            parts.append(_plot(page, run, "calls", figures.complete_calls(plain, cases), caption))
+    headings, lines = _beside(timed, cases)
+    if lines:
+        inputs = f"Ours: the selections above. Theirs: {paper.SETUP.removeprefix('the paper: ')}."
+        parts.append(_heading("Beside the paper") + _table(headings, lines, text=4) + _note(inputs))
     if any(row["boundary"] == "attention" for row in timed):
         caption = "Work against time: which of the counts a kernel's time follows"
-        parts.append(_plot(page, f"{run.name}-work", figures.work_against_time(timed), caption))
+        parts.append(_plot(page, run, "work", figures.work_against_time(timed), caption))
     if any("net_us" in row for row in timed):
         parts.append(_heading("Orders of queries (Eq. 7), us") + _eq7(timed, cases))
         caption = "Net saving of orders, and what grouping took of it"
-        parts.append(_plot(page, f"{run.name}-savings", figures.savings(timed, cases), caption))
+        parts.append(_plot(page, run, "savings", figures.savings(timed, cases), caption))
     floors = [row for row in timed if row["boundary"] == "attention" and floor_of(row) is not None]
     if floors:
         parts.append(_heading("Over the floor") + _floors(floors, cases))
         caption = "Attention's time over the floor of its own work; a bar is an arm's median"
-        parts.append(_plot(page, f"{run.name}-roofline", figures.roofline(timed, cases), caption))
+        parts.append(_plot(page, run, "roofline", figures.roofline(timed, cases), caption))
     winners = _winners(timed, cases)
     if winners:
         headings = ["selection", "reuse", "fewest rounds", "fastest", "ahead of the predicted one"]
-        note = "Of the strategies that serve, in one arithmetic and cache; rounds are Eq. 4's."
+        note = (
+            "Of the strategies that serve, in one arithmetic and cache. Rounds (Eq. 4) predict the time of"
+            " those that own their queries; page_union's also write partial results, and it is only measured."
+        )
         parts.append(_heading("Predicted and measured to win") + _table(headings, winners) + _note(note))
     errors = {(row["arm"], row["arithmetic"]): [] for row in timed}  # type: dict[tuple[str, str], list[float]]
     for row in timed:
@@ -264,6 +335,12 @@ def _operator(run: Run, page: Page) -> str:
         _heading("Error to float64 on sampled rows") + _table(["arm", "arithmetic", "least", "most"], lines)
     )
     return "".join(parts) + _not_run(rows)
+
+
+def _is_ablation(arm: str) -> bool:
+    """Whether an arm stands for a question of its own, not for a way to run attention."""
+    name, *variants = arm.split("/")
+    return name in DIAGNOSTICS or not ABLATED.isdisjoint(variants)
 
 
 def _beside(rows: Sequence[Row], cases: Sequence[str]) -> tuple[list[str], list[list[str]]]:
@@ -337,6 +414,7 @@ def _eq7(rows: Sequence[Row], cases: Sequence[str]) -> str:
 
 def _winners(rows: Sequence[Row], cases: Sequence[str]) -> list[list[str]]:
     """Which strategy has the fewest rounds on each selection, and which is the fastest."""
+    reuse = _reuse8(rows)
     base = next((row for row in rows if row["arm"] == ORIGINAL), None)
     lines = []
     for case in cases:
@@ -349,18 +427,14 @@ def _winners(rows: Sequence[Row], cases: Sequence[str]) -> list[list[str]]:
             and row["arm"] in SERVING
             and row["arithmetic"] == base["arithmetic"]
         ]
-        if len(own) > 1:
-            predicted = min(own, key=lambda row: row["rounds"])
+        owning = [row for row in own if not row["partials"]]
+        if owning and len(own) > 1:
+            predicted = min(owning, key=lambda row: row["rounds"])
             fastest = min(own, key=lambda row: row["median_ms"])
             ahead = f"{1 - fastest['median_ms'] / predicted['median_ms']:.1%}"
             names = [predicted["arm"], fastest["arm"]]
-            lines.append([case, f"{fastest['edges'] / _visits8(rows, case):.2f}", *names, ahead])
+            lines.append([case, f"{reuse[case]:.2f}", *names, ahead])
     return lines
-
-
-def _visits8(rows: Sequence[Row], case: str) -> int:
-    """Visits of groups of 8 in original order."""
-    return next(row["visits"] for row in rows if row["case"] == case and row["arm"] == ORIGINAL)
 
 
 def _floors(rows: Sequence[Row], cases: Sequence[str]) -> str:
@@ -438,8 +512,9 @@ def _scaling(run: Run, page: Page) -> str:
     timed = [row for row in run.rows if row["median_ms"] is not None]
     parts = []
     if any(row["kind"] in ("context", "queries") for row in timed):
-        caption = "Complete calls over context and queries"
-        parts.append(_plot(page, f"{run.name}-scaling", figures.scaling(timed), caption))
+        overlap = ", ".join(dict.fromkeys(str(row.get("overlap", "-")) for row in timed))
+        caption = f"Complete calls over context and queries; page selections: {overlap}"
+        parts.append(_plot(page, run, "scaling", figures.scaling(timed), caption))
     for kind in dict.fromkeys(row["kind"] for row in run.rows):
         own = [row for row in run.rows if row["kind"] == kind and row["boundary"] != NOT_RUN]
         arms = list(dict.fromkeys(row["arm"] for row in own))
@@ -451,6 +526,11 @@ def _scaling(run: Run, page: Page) -> str:
             lines.append([case[0].removeprefix(f"{kind}."), *weight, *cells])
         headings = [kind, *(["calls"] if kind == "workload" else []), *arms]
         parts.append(_heading(f"{kind}: complete calls, ms") + _table(headings, lines))
+    beside = _interleaved(timed)
+    if beside:
+        headings = ["context", "page_union, ms", "others, ms", "the paper's page_union", "its FlashInfer"]
+        parts.append(_heading("Interleaved supports beside the paper") + _table(headings, beside))
+        parts.append(_note("Ours: the preset's supports on this shape. Theirs: " + paper.INTERLEAVED + "."))
     totals = weigh(run.rows)
     if totals:
         base = next((one.seconds for one in totals if one.arm == BASELINE), None)
@@ -470,6 +550,23 @@ def _scaling(run: Run, page: Page) -> str:
     return "".join(parts) + _not_run(run.rows)
 
 
+def _interleaved(rows: Sequence[Row]) -> list[list[str]]:
+    """Controlled interleaved supports of the contexts that the paper measured."""
+    lines = []
+    for name, theirs in paper.INTERLEAVED_MS.items():
+        own = {
+            row["arm"]: f"{row['median_ms']:.3f}"
+            for row in rows
+            if (row["kind"], row.get("overlap")) == ("context", "interleaved")
+            and row["boundary"] == "complete"
+            and row["case"].endswith(f".c{name}")
+        }
+        if "page_union" in own:
+            others = ", ".join(f"{arm} {ms}" for arm, ms in own.items() if arm != "page_union")
+            lines.append([name, own["page_union"], others, *(f"{ms:.3f}" for ms in theirs)])
+    return lines
+
+
 def _prefill(run: Run, page: Page) -> str:
     lines = [
         [row["arm"], row["boundary"], number(row["median_ms"], ".2f"), number(row.get("nrms"), ".3%")]
@@ -487,7 +584,7 @@ def _survey(run: Run, page: Page) -> str:
     lines.append(["the paper's eight sources", "2736", "-", "-", f"{low:.2f} to {high:.2f}", "-", "-"])
     caption = "Reuse of every layer and head"
     return _table(["source", "heads", *names], lines) + _plot(
-        page, f"{run.name}-reuse", figures.reuse(run.rows), caption
+        page, run, "reuse", figures.reuse(run.rows), caption
     )
 
 
@@ -507,11 +604,12 @@ h1 { font-size: 1.6rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.25rem; margin: 2.5rem 0 .75rem; border-top: 1px solid #ccc; padding-top: 1rem; }
 h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 nav a { margin-right: 1rem; white-space: nowrap; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; margin: .75rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; }
 th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #e3e3e3; vertical-align: bottom; }
 th { font-weight: 600; border-bottom-color: #888; }
 .t { text-align: left; }
+summary { cursor: pointer; color: #0072B2; font-size: .85rem; }
 figure { margin: 1rem 0; }
 img { max-width: 100%; height: auto; }
 figcaption, .note { color: #555; font-size: .85rem; max-width: 60rem; }
@@ -552,14 +650,17 @@ def _table(headings: Sequence[str], lines: Sequence[Sequence[str]], text: int = 
         )
 
     body = "".join(row(line, "td") for line in lines)
-    return (
+    table = (
         f'<div class="scroll"><table><thead>{row(headings, "th")}</thead><tbody>{body}</tbody></table></div>'
     )
+    if len(lines) <= SHOWN_LINES:
+        return table
+    return f"<details><summary>{len(lines)} lines</summary>{table}</details>"
 
 
-def _plot(page: Page, name: str, figure: Any, caption: str) -> str:
-    data = png(figure)
-    page.plots[f"{name}.png"] = data
+def _plot(page: Page, run: Run, name: str, figure: Any, caption: str) -> str:
+    data = png(figure, f"{run.name}.jsonl, SHA-256 {run.sha256}")
+    page.plots[f"{run.name}-{name}.png"] = data
     source = base64.b64encode(data).decode()
     text = escape(caption)
     image = f'<img alt="{text}" src="data:image/png;base64,{source}">'

@@ -24,7 +24,7 @@ from pageweaver.common.problem import HEAD_DIM, AttentionProblem
 from pageweaver.common.strategy import available
 from pageweaver.common.supports import PRESETS
 from pageweaver.eval.operator import NOT_RUN, case_of, counted_rows, measure_case, number
-from pageweaver.eval.output import Report, part_of
+from pageweaver.eval.output import Report, part_of, read_lines
 from pageweaver.eval.timing import Protocol
 
 BENCH = "scaling"
@@ -137,7 +137,7 @@ def read_workload(path: str | os.PathLike[str], most: int | None = None) -> tupl
         A line is no such object, or none has both lengths and a weight.
     """
     shapes, weights, count = [], 0.0, 0
-    for index, line in enumerate(Path(path).read_text().splitlines(), 1):
+    for index, line in enumerate(read_lines("workload", path), 1):
         if not line.strip():
             continue
         count += 1

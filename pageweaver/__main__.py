@@ -212,6 +212,7 @@ def search(
 
     Ctrl-C ends an improving search early: the best ids so far are saved.
     """
+    from pageweaver.eval import output as files
     from pageweaver.eval.compare import counting_problem
     from pageweaver.strategies.regroup.offline import OfflineSearch, check_seconds
 
@@ -222,6 +223,7 @@ def search(
         raise ValueError(
             f"selection: got {len(found)} of {selection}, supported: one, as {selection}:NAME of {names}"
         )
+    files.check_folder(output.parent, output.name)
     if not output.absolute().parent.is_dir():
         raise FileNotFoundError(f"output: got {output}, supported: a file in an existing folder")
     check_seconds(seconds)
@@ -310,8 +312,10 @@ def capture(
     q.k in a page, the query's own page forced); the model itself runs on full attention.
     """
     from pageweaver.common.capture_model import capture_model
+    from pageweaver.eval import output as files
 
     console = Console()
+    files.check_folder(output.parent, output.name)
     wanted = None if layers is None else _numbers("layers", layers)
     try:
         with _short_warnings(), progress_bar(console) as report:
@@ -370,11 +374,13 @@ def report(
     ],
     readme: Annotated[
         bool,
-        typer.Option("--readme", help="Print the README's table of the first bench operator file instead."),
+        typer.Option("--readme", help="Print the README's tables of bench operator files instead."),
     ] = False,
     strategies: Annotated[
         str | None,
-        typer.Option(metavar="A,B,...", help="Columns of that table. Default: all that were timed."),
+        typer.Option(
+            metavar="A,B,...", help="Columns of the first of them. Default: all that the first file timed."
+        ),
     ] = None,
     output: Annotated[Path, typer.Option(metavar="DIR", help="Gets report.html and its plots.")] = Path(
         "results/report"
@@ -385,15 +391,16 @@ def report(
     from pageweaver.eval import report as reporting
 
     console = Console()
+    if not readme:
+        files.check_folder(output, "report.html")
     runs = [reporting.read_run(path) for path in rows]
     if readme:
         first = next((run for run in runs if run.bench == "operator"), None)
         if first is None:
             raise ValueError("rows: got no file of bench operator, supported with --readme: one")
         columns = None if strategies is None else [x.strip() for x in strategies.split(",") if x.strip()]
-        say(console, reporting.measured_table(first.rows, columns))
+        say(console, f"{reporting.measured_table(first.rows, columns)}\n\n{reporting.arithmetic_table(runs)}")
         return
-    files.check_folder(output, "report.html")
     page = reporting.make_page(runs)
     files.write_files(output, {"report.html": page.html.encode(), **page.plots})
     say(console, f"Wrote {output / 'report.html'} and {len(page.plots)} plots.")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +22,10 @@ from pageweaver.eval.output import MAX_SEED, SELECTION_HELP, Console, progress_b
 bench = typer.Typer(help="Measure; one command a question. Times need a CUDA device.", no_args_is_help=True)
 
 Row = dict[str, Any]
+Show = Callable[[Console, Sequence[Row]], object]
 
 # What `--quick` shortens.
-QUICK_ROUNDS, QUICK_CALLS, QUICK_SELECTIONS, QUICK_SHAPES = 3, 10, 2, 6
+QUICK_ROUNDS, QUICK_CALLS, QUICK_SELECTIONS, QUICK_SHAPES, QUICK_TOKENS = 3, 10, 2, 6, 16_384
 
 
 class KvDtype(str, Enum):
@@ -58,7 +61,7 @@ Commit = Annotated[
     typer.Option(metavar="HASH", help="Commit to note in the rows where the folder has no git history."),
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="About two minutes: fewer selections, rounds and calls.")
+    bool, typer.Option("--quick", help="About two minutes: fewer selections, shapes, rounds and calls.")
 ]
 RowFile = Annotated[Path, typer.Option(metavar="FILE", help="Gets the JSON rows.")]
 
@@ -86,25 +89,18 @@ def operator(
     from pageweaver.eval.arms import parse_arms
     from pageweaver.eval.timing import Protocol
 
-    console = Console()
-    arms = parse_arms(strategies)
-    files.check_folder(output.parent, output.name)
-    found = _selections(selections, quick)
-    device, protocol = _device(), _protocol(Protocol(rounds, calls, inputs, eager), quick)
-    with progress_bar(console) as report:
-        made = timing.measure(
-            found,
-            arms,
-            protocol=protocol,
-            header=_header(timing.BENCH, device, commit),
-            device=device,
-            seed=seed,
-            group_size=group_size,
-            kv_dtype=kv_dtype.torch,
-            report=report,
-        )
-        rows = _collect(console, made, output, lambda rows: console.print(timing.table_of(rows)))
-    _close(console, rows, output, device)
+    run = Run(timing.BENCH, output, commit)
+    made = partial(
+        timing.measure,
+        _selections(selections, quick),
+        parse_arms(strategies),
+        protocol=_protocol(Protocol(rounds, calls, inputs, eager), quick),
+        seed=seed,
+        group_size=group_size,
+        kv_dtype=kv_dtype.torch,
+    )
+    run.collect(made, lambda console, rows: console.print(timing.table_of(rows)))
+    run.close()
 
 
 @bench.command()
@@ -135,35 +131,26 @@ def ablations(
     from pageweaver.eval.arms import parse_arms
     from pageweaver.eval.timing import Protocol
 
-    console = Console()
-    arms = ablating.default_arms() if strategies is None else parse_arms(strategies)
-    files.check_folder(output.parent, output.name)
+    run = Run(ablating.BENCH, output, commit)
     found = _selections(selections, quick)
-    device, protocol = _device(), _protocol(Protocol(rounds, calls, inputs), quick)
-    header = _header(ablating.BENCH, device, commit)
+    measure = partial(
+        timing.measure,
+        names=ablating.default_arms() if strategies is None else parse_arms(strategies),
+        protocol=_protocol(Protocol(rounds, calls, inputs), quick),
+        seed=seed,
+        group_size=group_size,
+        skip_missing=strategies is None,
+        extra=ablating.step_rows if steps else None,
+    )
 
-    def rows_of(report: files.Report) -> Iterator[Row]:
+    def made(*, header: Row, device: torch.device, report: files.Report) -> Iterator[Row]:
         for index, selection in enumerate(found):
+            part = files.part_of(report, index, len(found))
             yield from ablating.group_rows(selection, header)
-            yield from timing.measure(
-                [selection],
-                arms,
-                protocol=protocol,
-                header=header,
-                device=device,
-                seed=seed,
-                group_size=group_size,
-                skip_missing=strategies is None,
-                extra=ablating.step_rows if steps else None,
-                report=files.part_of(report, index, len(found)),
-            )
+            yield from measure([selection], header=header, device=device, report=part)
 
-    with progress_bar(console) as report:
-        rows = _collect(
-            console, rows_of(report), output, lambda rows: ablating.print_ablations(console, rows)
-        )
-    console.print(Text(ablating.notes(device.type == "cuda"), style="dim"))
-    _close(console, rows, output, device)
+    run.collect(made, ablating.print_ablations)
+    run.close(ablating.notes(run.device.type == "cuda"))
 
 
 @bench.command()
@@ -191,26 +178,18 @@ def numerics(
     from pageweaver.eval import numerics as checking
     from pageweaver.eval.arms import parse_arms
 
-    console = Console()
-    arms = checking.default_arms() if strategies is None else parse_arms(strategies)
-    files.check_folder(output.parent, output.name)
-    found, device = _selections(selections, quick), _device()
-    with progress_bar(console) as report:
-        made = checking.measure(
-            found,
-            arms,
-            [x.strip() for x in inputs.split(",") if x.strip()],
-            header=_header(checking.BENCH, device, commit),
-            device=device,
-            rows=rows,
-            seed=seed,
-            group_size=group_size,
-            kv_dtype=kv_dtype.torch,
-            report=report,
-        )
-        done = _collect(console, made, output, lambda own: checking.print_numerics(console, own))
-    console.print(Text(checking.notes(done), style="dim"))
-    say(console, f"Wrote {output} ({len(done)} rows).")
+    run = Run(checking.BENCH, output, commit)
+    made = partial(
+        checking.measure,
+        _selections(selections, quick),
+        checking.default_arms() if strategies is None else parse_arms(strategies),
+        [x.strip() for x in inputs.split(",") if x.strip()],
+        rows=rows,
+        seed=seed,
+        group_size=group_size,
+        kv_dtype=kv_dtype.torch,
+    )
+    run.close(checking.notes(run.collect(made, checking.print_numerics)), is_timed=False)
 
 
 @bench.command()
@@ -233,6 +212,7 @@ def prefill(
     rounds: Rounds = 5,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of weights and prompt.")] = 0,
     commit: Commit = None,
+    quick: Quick = False,
     output: RowFile = Path("results/prefill.jsonl"),
 ) -> None:
     """Time a long prefill of transformers' MiniMax-M3 layers: indexer, attention and the rest.
@@ -241,27 +221,21 @@ def prefill(
     """
     from pageweaver.eval import prefill as timing
 
-    console = Console()
-    device = _device()
-    if device.type != "cuda":
+    run = Run(timing.BENCH, output, commit)
+    if run.device.type != "cuda":
         raise pageweaver.UnsupportedDeviceError("bench prefill needs a CUDA device; torch sees none")
-    files.check_folder(output.parent, output.name)
-    config, arms = timing.real_config(layers), timing.parse_arms(strategies)
-    with progress_bar(console) as report:
-        made = timing.measure(
-            config,
-            arms,
-            tokens=tokens,
-            chunk=chunk,
-            smooths=smooth or [1, 16],
-            rounds=rounds,
-            header=_header(timing.BENCH, device, commit),
-            device=device,
-            seed=seed,
-            report=report,
-        )
-        rows = _collect(console, made, output, lambda rows: timing.print_prefill(console, rows))
-    _close(console, rows, output, device)
+    made = partial(
+        timing.measure,
+        timing.real_config(layers),
+        timing.parse_arms(strategies),
+        tokens=min(tokens, QUICK_TOKENS) if quick else tokens,
+        chunk=chunk,
+        smooths=smooth or [1, 16],
+        rounds=QUICK_ROUNDS if quick else rounds,
+        seed=seed,
+    )
+    run.collect(made, timing.print_prefill)
+    run.close()
 
 
 @bench.command()
@@ -295,9 +269,7 @@ def scaling(
     from pageweaver.eval.arms import parse_arms
     from pageweaver.eval.timing import Protocol
 
-    console = Console()
-    arms = growing.default_arms() if strategies is None else parse_arms(strategies)
-    files.check_folder(output.parent, output.name)
+    run = Run(growing.BENCH, output, commit)
     shapes = growing.grid([x.strip() for x in grid.split(",") if x.strip() not in ("", "none")], quick)
     note = None
     if workload is not None:
@@ -305,26 +277,19 @@ def scaling(
         shapes += listed
     if not shapes:
         raise ValueError("grid: got none without a workload, supported: one of the two")
-    device, protocol = _device(), _protocol(Protocol(rounds, calls), quick)
-    with progress_bar(console) as report:
-        made = growing.measure(
-            shapes,
-            arms,
-            protocol=protocol,
-            header=_header(growing.BENCH, device, commit),
-            device=device,
-            overlap=overlap,
-            workload=note,
-            seed=seed,
-            kv_dtype=kv_dtype.torch,
-            skip_missing=strategies is None,
-            report=report,
-        )
-        rows = _collect(console, made, output)
-    growing.print_scaling(console, rows)
-    if note is not None:
-        console.print(Text(f"{note}.", style="dim"))
-    _close(console, rows, output, device)
+    made = partial(
+        growing.measure,
+        shapes,
+        growing.default_arms() if strategies is None else parse_arms(strategies),
+        protocol=_protocol(Protocol(rounds, calls), quick),
+        overlap=overlap,
+        workload=note,
+        seed=seed,
+        kv_dtype=kv_dtype.torch,
+        skip_missing=strategies is None,
+    )
+    growing.print_scaling(run.console, run.collect(made))
+    run.close(None if note is None else f"{note}.")
 
 
 def _selections(words: list[str] | None, quick: bool) -> list[pageweaver.Selection]:
@@ -333,56 +298,79 @@ def _selections(words: list[str] | None, quick: bool) -> list[pageweaver.Selecti
 
 
 def _protocol(protocol: Any, quick: bool) -> Any:
-    from dataclasses import replace
-
     return replace(protocol, rounds=QUICK_ROUNDS, calls=QUICK_CALLS) if quick else protocol
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+@dataclass
+class Run:
+    """One command's run: where its rows go and what they say of themselves.
 
+    Parameters
+    ----------
+    bench : str
+        The command.
+    output : Path
+        Gets the rows; refused here where it cannot be written.
+    commit : str or None
+        As the user gave it.
+    """
 
-def _header(name: str, device: torch.device, commit: str | None) -> Row:
-    """What every row of a command says of where it came from."""
-    command = shlex.join(["pageweaver", *sys.argv[1:]])
-    header = {"schema": f"pageweaver-{name}-1", "command": command, **files.provenance(device)}
-    if commit is not None:
-        header["commit"], header["dirty"] = files.split_commit(commit)
-    return header
+    bench: str
+    output: Path
+    commit: str | None
+    console: Console = field(default_factory=Console)
+    device: torch.device = field(init=False)
+    rows: list[Row] = field(init=False, default_factory=list)
 
+    def __post_init__(self) -> None:
+        files.check_folder(self.output.parent, self.output.name)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-def _collect(
-    console: Console,
-    made: Iterator[Row],
-    output: Path,
-    show: Callable[[Sequence[Row]], object] = lambda rows: None,
-) -> list[Row]:
-    """Gather rows, show each case's when finished, and write them, also those before an error or Ctrl-C."""
-    rows: list[Row] = []
-    shown = 0
+    def header(self) -> Row:
+        """What every row says of where it came from."""
+        command = shlex.join(["pageweaver", *sys.argv[1:]])
+        header: Row = {"schema": f"pageweaver-{self.bench}-1", "command": command}
+        header |= files.provenance(self.device)
+        if self.commit is not None:
+            header["commit"], header["dirty"] = files.split_commit(self.commit)
+        return header
 
-    def show_finished() -> None:
-        nonlocal shown
-        if shown < len(rows):
-            show(rows[shown:])
-            shown = len(rows)
+    def collect(self, made: Callable[..., Iterator[Row]], show: Show | None = None) -> list[Row]:
+        """Gather rows, show each case's when it is finished, and write them.
 
-    try:
-        for row in made:
-            if rows and row["case"] != rows[-1]["case"]:
+        An error or Ctrl-C leaves an earlier file as it was; finished rows go to a file beside it.
+        """
+        shown = 0
+
+        def show_finished() -> None:
+            nonlocal shown
+            if show is not None and shown < len(self.rows):
+                show(self.console, self.rows[shown:])
+                shown = len(self.rows)
+
+        try:
+            with progress_bar(self.console) as report:
+                for row in made(header=self.header(), device=self.device, report=report):
+                    if self.rows and row["case"] != self.rows[-1]["case"]:
+                        show_finished()
+                    self.rows.append(row)
                 show_finished()
-            rows.append(row)
-        show_finished()
-    except BaseException:
-        if rows:
-            show_finished()
-            files.write_files(output.parent, {output.name: files.json_lines(rows)})
-            say(Console(stderr=True), f"Kept {len(rows)} finished rows in {output}.")
-        raise
-    files.write_files(output.parent, {output.name: files.json_lines(rows)})
-    return rows
+        except BaseException:
+            if self.rows:
+                show_finished()
+                kept = self.output.with_name(f"{self.output.name}.partial")
+                self._write(kept)
+                say(Console(stderr=True), f"Kept {len(self.rows)} finished rows in {kept}.")
+            raise
+        self._write(self.output)
+        return self.rows
 
+    def _write(self, path: Path) -> None:
+        files.write_files(path.parent, {path.name: files.json_lines(self.rows)})
 
-def _close(console: Console, rows: Sequence[Row], output: Path, device: torch.device) -> None:
-    untimed = "" if device.type == "cuda" else " No CUDA device: counts, no times."
-    say(console, f"Wrote {output} ({len(rows)} rows).{untimed}")
+    def close(self, note: str | None = None, is_timed: bool = True) -> None:
+        """Say what was written; `is_timed`: whether a CUDA device would have given times."""
+        if note is not None:
+            self.console.print(Text(note, style="dim"))
+        untimed = " No CUDA device: counts, no times." if is_timed and self.device.type != "cuda" else ""
+        say(self.console, f"Wrote {self.output} ({len(self.rows)} rows).{untimed}")

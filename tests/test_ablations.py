@@ -157,7 +157,7 @@ def test_operator_without_a_gpu_counts(selection_file: Path, tmp_path: Path) -> 
         ("operator SMALL --strategies union9", "Error: strategies: got 'union9'"),
         ("ablations SMALL --strategies union8/slow", "Error: strategies: got 'union8/slow'"),
         ("ablations missing.safetensors", "Error: spec: got 'missing.safetensors'"),
-        ("operator SMALL --group-size 3", "group_size): got 3 / 1, supported"),
+        ("operator SMALL --group-size 3", "Error: group_size: got 3, supported: (1, 2, 4, 8, 16)"),
         ("operator SMALL --output .", "Error: output: got ., supported: a file"),
     ],
 )
@@ -171,39 +171,40 @@ def test_errors_leave_no_file(words: str, message: str, selection_file: Path, tm
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("has_old", [True, False])
 def test_finished_rows_are_kept(
-    stop: type[BaseException], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stop: type[BaseException], has_old: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C, or a red check on a later selection, ends a run: what was green until then is on disk."""
-    console = Console(file=io.StringIO())
+    """Ctrl-C, or a red check on a later selection, ends a run: what was green until then is on disk, beside
+    what an earlier run wrote."""
     shown: list[list[str]] = []
+    output, kept = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.partial"
+    if has_old:
+        output.write_text("old\n")
 
-    def made() -> Iterator[Row]:
+    def made(**_: Any) -> Iterator[Row]:
         yield {"case": "a", "arm": "x"}
         yield {"case": "a", "arm": "y"}
         yield {"case": "b", "arm": "x"}
         raise stop
 
+    run = bench.Run("operator", output, None)
     with pytest.raises(stop):
-        bench._collect(
-            console,  # type: ignore[arg-type]
-            made(),
-            tmp_path / "rows.jsonl",
-            lambda rows: shown.append([row["case"] + row["arm"] for row in rows]),
-        )
-    assert [row["case"] + row["arm"] for row in json_rows(tmp_path / "rows.jsonl")] == ["ax", "ay", "bx"]
+        run.collect(made, lambda _, rows: shown.append([row["case"] + row["arm"] for row in rows]))
+    assert [row["case"] + row["arm"] for row in json_rows(kept)] == ["ax", "ay", "bx"]
     assert shown == [["ax", "ay"], ["bx"]]
-    assert f"Kept 3 finished rows in {tmp_path / 'rows.jsonl'}." in capsys.readouterr().err
+    assert capsys.readouterr().err == f"Kept 3 finished rows in {kept}.\n"
+    assert output.exists() == has_old and (not has_old or output.read_text() == "old\n")
 
 
 def test_nothing_finished_leaves_the_old_file(tmp_path: Path) -> None:
     old = tmp_path / "rows.jsonl"
     old.write_text("old\n")
 
-    def made() -> Iterator[Row]:
+    def made(**_: Any) -> Iterator[Row]:
         raise KeyboardInterrupt
         yield {}
 
     with pytest.raises(KeyboardInterrupt):
-        bench._collect(Console(file=io.StringIO()), made(), old, print)  # type: ignore[arg-type]
-    assert old.read_text() == "old\n"
+        bench.Run("operator", old, None).collect(made)
+    assert old.read_text() == "old\n" and list(tmp_path.iterdir()) == [old]

@@ -58,3 +58,16 @@ def test_given_ids_choose_nothing() -> None:
 def test_objective_is_named() -> None:
     with pytest.raises(ValueError, match=r"objective: got 'pages', supported: \('visits', 'rounds'\)"):
         pw.load("auto", objective="pages")
+
+
+def test_searches_nothing_where_a_tile_holds_one_query() -> None:
+    """Every order has as many rounds as there are edges: the original one stands, without a search."""
+    problem = pw.make_problem(preset("interleaved", total_q=264, prefix=9000))
+    strategy = pw.load("auto")
+    schedule: Any = strategy.prepare(problem)
+    assert schedule.identity and not schedule.window_choices.any()
+    assert torch.equal(schedule.query_ids[0], torch.arange(264, dtype=torch.int32))
+    work = strategy.work(problem)
+    assert work.rounds == work.edges == 264 * 16
+    larger: Any = strategy.prepare(pw.make_problem(preset("interleaved", total_q=265, prefix=9000)))
+    assert not larger.identity and larger.window_choices.any()

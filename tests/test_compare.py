@@ -283,6 +283,27 @@ def test_check_folder(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("/proc/pageweaver", "rows"),
+        ("/proc", "rows"),
+        ("/sys", "rows"),
+        ("/dev", "null"),
+        (".", ""),
+        (".", "n" * 300),
+        ("f" * 300, "rows"),
+        (".", "n" * 250),  # what is written first has a longer name
+    ],
+)
+def test_check_folder_tries(folder: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whom the file system refuses even where permissions would not say so, as root's in /proc."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, OSError), match=f"^output: got {folder}"):
+        output.check_folder(Path(folder), name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_json_has_no_nan() -> None:
     assert output.json_lines([{"a": 1}, {"b": None}]) == b'{"a": 1}\n{"b": null}\n'
     with pytest.raises(ValueError, match="JSON"):

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import pageweaver as pw
-from pageweaver.common.problem import HEAD_DIM, canonical_support, make_problem
+from pageweaver.common.problem import HEAD_DIM, canonical_support, make_problem, tile_queries
 from pageweaver.common.supports import uniform
+from pageweaver.strategies.query_union.cuda import cuda_layout
 
 from .helpers import E4M3, INT32_MAX, INT32_MIN, paged_case, random_problem, replaced, visible_pages
 
@@ -53,6 +54,18 @@ def test_what_is_supported_is_accepted() -> None:
     assert problem.softmax_scale == pytest.approx(1 / math.sqrt(128))
     assert problem.positions.tolist() == list(range(300, 308))
     problem.check_values()
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 4, 8, 16])
+def test_small_calls_keep_multiprocessors_busy(group_size: int) -> None:
+    """Half a tile where the GPU holds the tiles that this makes at once, and never otherwise."""
+    full = 64 // group_size
+    sizes = [tile_queries(rows, group_size) for rows in range(20_000)]
+    assert sizes[0] == sizes[264] == 1 and sizes[-1] == full
+    assert sizes == sorted(sizes) and set(sizes) == {full >> shift for shift in range(full.bit_length())}
+    for rows, tile in enumerate(sizes):
+        assert tile == 1 or -(-rows // (tile // 2)) > 264
+        assert tile == full or -(-rows // tile) <= 264
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -284,3 +297,58 @@ class TestMakeProblem:
         problem: pw.AttentionProblem = make_problem(selection)
         build: Callable[..., torch.Tensor] = pw.load("union8")
         assert build(problem).shape == (0, 16, 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"selection": None}, TypeError, "selection: got NoneType, supported: Selection"),
+        ({"selection": np.zeros((1, 8, 4))}, TypeError, "selection: got ndarray, supported: Selection"),
+        ({"selection": "synthetic:low"}, TypeError, "selection: got str, supported: Selection"),
+        ({"page_size": 16}, ValueError, "selection.page_size: got 16, supported: (64, 128)"),
+        ({"topk": 33}, ValueError, "selection.topk: got 33, supported: 1 to 32"),
+        ({"group_size": 3}, ValueError, "group_size: got 3, supported: (1, 2, 4, 8, 16)"),
+        ({"group_size": -1}, ValueError, "group_size: got -1, supported: (1, 2, 4, 8, 16)"),
+        ({"group_size": 0}, ValueError, "group_size: got 0, supported: (1, 2, 4, 8, 16)"),
+        ({"group_size": 2.0}, TypeError, "group_size: got float, supported: int"),
+        ({"group_size": True}, TypeError, "group_size: got bool, supported: int"),
+        ({"group_size": None}, TypeError, "group_size: got NoneType, supported: int"),
+        ({"kv_dtype": "fp8"}, TypeError, "kv_dtype: got 'fp8', supported: torch.float8_e4m3fn or torch.b"),
+        ({"kv_dtype": torch.float16}, TypeError, "kv_dtype: got torch.float16, supported: torch.float8"),
+        ({"kv_dtype": None}, TypeError, "kv_dtype: got None, supported: torch.float8_e4m3fn or torch.b"),
+        ({"seed": "a"}, TypeError, "seed: got str, supported: int"),
+        ({"seed": 1.0}, TypeError, "seed: got float, supported: int"),
+        ({"seed": -1}, ValueError, "seed: got -1, supported: 0 to 2**64 - 1"),
+        ({"seed": 2**64}, ValueError, f"seed: got {2**64}, supported: 0 to 2**64 - 1"),
+        ({"device": "gpu"}, ValueError, "device: got 'gpu', supported: what torch names so"),
+        ({"device": ""}, ValueError, "device: got '', supported: what torch names so"),
+        ({"device": None}, TypeError, "device: got NoneType, supported: str or torch.device"),
+        ({"device": "cuda:99"}, pw.UnsupportedDeviceError, "device: got 'cuda:99', supported: a device of"),
+    ],
+)
+def test_make_problem_names_the_argument(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    sizes = {name: changes.pop(name) for name in ("page_size", "topk") if name in changes}
+    ids = np.zeros((1, 8, sizes.get("topk", 4)), np.int32)
+    selection = pw.Selection("a", ids, np.array([0, 8]), np.array([64]), sizes.get("page_size", 64))
+    with pytest.raises(error) as caught:
+        make_problem(**{"selection": selection, **changes})
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("group_size", [1, 16])
+def test_buffers_of_a_call_hold_every_smaller_one(group_size: int) -> None:
+    """A smaller call has more tiles a group."""
+
+    def sizes(rows: int) -> dict[str, int]:
+        problem = random_problem(lengths=(rows,), prefixes=(300,), past_rows=0, group_size=group_size)
+        layout = cuda_layout(problem, 128 // group_size)
+        return {name: math.prod(shape) for name, (shape, _) in layout.items()}
+
+    large = sizes(529)
+    for rows in (1, 60, 264, 265, 528):
+        small = sizes(rows)
+        assert small.keys() == large.keys() and all(small[name] <= large[name] for name in large)
+        # A tile of one query each would fit.
+        assert small["tile_counts"] >= rows

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from pageweaver.__main__ import app
 from pageweaver.common.supports import preset
 from pageweaver.eval import ablations, figures, operator, paper, report, roofline, survey
-from pageweaver.eval.report import cases_of, make_page, measured_table, read_run
+from pageweaver.eval.report import arithmetic_table, cases_of, make_page, measured_table, read_run
 from pageweaver.eval.roofline import floor_of
 from pageweaver.eval.scaling import Shape, measure
 from pageweaver.eval.timing import Protocol
@@ -323,6 +323,29 @@ def test_scaling_rows_make_curves_and_totals(tmp_path: Path) -> None:
     assert ["q338.c74578", "1,418", "2.000", "0.500"] in seen.cells and "calls: all" in page.html
 
 
+def test_interleaved_contexts_stand_beside_the_papers(tmp_path: Path) -> None:
+    rows = [
+        {
+            **timed(arm, f"context.q16K.c{size}K", ms, overlap=overlap, kind="context", weight=0),
+            **header("scaling"),
+            "context": size * 1024,
+        }
+        for overlap in ("interleaved", "mid")
+        for size in (32, 64, 128)
+        for arm, ms in (("union8", 1.1), ("page_union", 0.7 + size / 1000))
+    ]
+    page = make_page(
+        [
+            read_run(write(tmp_path / f"{o}.jsonl", [r for r in rows if r["overlap"] == o]))
+            for o in ("interleaved", "mid")
+        ]
+    )
+    seen = Outline(page.html)
+    assert ["32K", "0.732", "union8 1.100", "1.340", "1.588"] in seen.cells
+    assert ["64K", "0.764", "union8 1.100", "2.852", "3.172"] in seen.cells
+    assert page.html.count("beside the paper") == 1 and "page selections: interleaved" in page.html
+
+
 # --- the README's table ---
 
 
@@ -346,11 +369,66 @@ def test_command(online: Path, tmp_path: Path) -> None:
     assert f"Wrote {tmp_path / 'out' / 'report.html'} and 8 plots." in result.output
     assert len(list((tmp_path / "out").iterdir())) == 9
     table = CliRunner().invoke(app, ["report", str(online), "--readme", "--strategies", "union4,union8"])
-    assert table.output == measured_table(lines(online), ["union4", "union8"]) + "\n"
+    expected = [measured_table(lines(online), ["union4", "union8"]), arithmetic_table([read_run(online)])]
+    assert table.output == "\n\n".join(expected) + "\n"
+    assert '| `"fp8"` | FP8 | 3.60% | 0.700 / - / - / - | `online.jsonl` |' in table.output
     refused = CliRunner().invoke(
         app, ["report", str(online), "--output", str(online)], env={"COLUMNS": "200"}
     )
     assert refused.exit_code == 2 and "Error: output: got" in refused.output
+
+
+def test_a_part_of_another_file_is_left_out(online: Path, tmp_path: Path) -> None:
+    part = write(tmp_path / "part.jsonl", lines(online)[:3])
+    other = write(tmp_path / "other.jsonl", [timed("union8", "synthetic.low", 0.71)])
+    page = make_page([read_run(path) for path in (part, online, other)])
+    assert "left out: part (SHA-256 " in page.html and {name.partition("-")[0] for name in page.plots} == {
+        "online",
+        "other",
+    }
+
+
+def test_winners_by_rounds_own_their_queries(tmp_path: Path) -> None:
+    """page_union's rounds are another kernel's: it may be the fastest and is never the predicted one."""
+    arms = {"union8": (0.9, 900, 0), "auto": (0.8, 800, 0), "page_union": (0.5, 100, 7)}
+    rows = [
+        timed(arm, "x", ms, rounds=rounds, partials=partials) for arm, (ms, rounds, partials) in arms.items()
+    ]
+    seen = Outline(make_page([read_run(write(tmp_path / "all.jsonl", rows))]).html)
+    assert ["x", "2.38", "auto", "page_union", "37.5%"] in seen.cells
+
+
+def test_arms_of_ablations_stay_out_of_the_plot_of_calls(
+    online: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    inner = figures.complete_calls
+
+    def noted(rows: Sequence[Row], cases: Sequence[str]) -> Any:
+        shown.extend(dict.fromkeys(row["arm"] for row in rows))
+        return inner(rows, cases)
+
+    monkeypatch.setattr(report.figures, "complete_calls", noted)
+    arms = ["union8", "union8/cluster", "fixed_w128", "regroup_w128/visits", "union8/split", "flex"]
+    page = make_page([read_run(write(tmp_path / "all.jsonl", [timed(arm, "x", 1.0) for arm in arms]))])
+    assert shown == ["union8", "union8/split", "flex"]
+    assert {row[0] for row in Outline(page.html).cells if len(row) == 4} >= set(arms)  # errors of all
+
+
+def test_no_two_arms_look_the_same() -> None:
+    arms = [*figures.KNOWN, "union8/split", "union8/cluster", "fixed_w64", "flex", "dense", "auto/split"]
+    styles = figures._styles(arms)
+    assert list(styles) == arms
+    assert len({tuple(style.values()) for style in styles.values()}) == len(arms)
+    assert styles["union8/split"]["color"] == styles["union8"]["color"]
+    # What others run beside it does not change how a known arm looks.
+    assert figures._styles(["flex", "auto"])["auto"] == styles["auto"]
+
+
+def test_long_tables_are_folded(tmp_path: Path) -> None:
+    rows = [timed("union8", f"c{i}", 1.0, net_us=1.0) for i in range(41)]
+    html = make_page([read_run(write(tmp_path / "all.jsonl", rows))]).html
+    assert html.count("<details><summary>41 lines</summary>") == 2 and html.count("</details>") == 2
 
 
 def test_runs_never_meet_in_a_plot(online: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -651,3 +651,27 @@ def test_arguments_of_another_kind_are_named(name: str) -> None:
 def test_a_strategy_name_of_any_kind_is_refused_by_name(name: Any) -> None:
     with pytest.raises(ValueError, match=r"^strategy: got .*supported: "):
         pw.load(name)
+
+
+@pytest.mark.parametrize("name", pw.available())
+def test_unknown_options_are_named(name: str) -> None:
+    """Beside those that the strategy takes, each of which is really one."""
+    with pytest.raises(TypeError) as caught:
+        pw.load(name, unknown=3)
+    start = f"unknown: got 3, which is no option of {name}, supported: "
+    assert str(caught.value).startswith(start)
+    listed = str(caught.value).removeprefix(start).split(", ")
+    assert {"backend", "arithmetic"} <= set(listed)
+    own = {
+        "per_query": "tune",
+        "page_union": "pairs",
+        "union8": "mapping",
+        "auto": "objective",
+        "offline_w512": "ids",
+    }
+    assert own.get(name, "backend") in listed
+    for option in listed:
+        try:
+            pw.load(name, **{option: object()})
+        except (TypeError, ValueError) as error:  # a wrong value, not an unknown option
+            assert "no option" not in str(error) and "keyword" not in str(error)

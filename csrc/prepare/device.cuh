@@ -21,8 +21,9 @@ constexpr int kClaimed = -2;
 // Bits of one tile's queries in a group's membership words.
 __device__ __forceinline__ uint64_t tile_mask(const uint32_t* words, int tile, int queries_per_tile) {
     if (queries_per_tile == 64) return (uint64_t{words[2 * tile + 1]} << 32) | words[2 * tile];
-    if (queries_per_tile == 32) return words[tile];
-    return (words[0] >> (tile * queries_per_tile)) & ((1u << queries_per_tile) - 1);
+    // A power of two: a tile's bits lie in one word.
+    const int first = tile * queries_per_tile;
+    return (words[first / 32] >> (first % 32)) & (0xffffffffu >> (32 - queries_per_tile));
 }
 
 // Bin of a unit's size, the largest sizes in the first bins.

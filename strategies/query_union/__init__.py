@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pageweaver.common.problem import AttentionProblem
+from pageweaver.common.problem import AttentionProblem, tile_queries
 from pageweaver.common.strategy import (
     REFERENCE_CAPABILITIES,
     Capabilities,
@@ -88,6 +88,12 @@ class QueryUnion(Strategy):
         """Slots of a full group: ``tiles_per_group`` tiles of 64 head-rows."""
         return self.tiles_per_group * problem.queries_per_tile
 
+    def queries_per_tile(self, problem: AttentionProblem) -> int:
+        """Slots that run together in one tile: fewer than fill it in a small call, see `tile_queries`."""
+        if self.mapping != MAPPINGS[0]:
+            return problem.queries_per_tile  # a cluster is two tiles
+        return tile_queries(problem.num_kv_heads * problem.total_q, problem.group_size)
+
     def _order(
         self, problem: AttentionProblem, views: dict[str, torch.Tensor], backend: str
     ) -> torch.Tensor | Search | None:
@@ -132,7 +138,7 @@ class QueryUnion(Strategy):
         )
         group = self.queries_per_group(problem)
         if backend == "cuda":
-            prepare_cuda(problem, views, order)
+            prepare_cuda(problem, views, order, self.queries_per_tile(problem))
         else:
             assert not isinstance(order, Search)
             views["query_ids"].copy_(torch.arange(problem.total_q) if order is None else order)
@@ -146,6 +152,7 @@ class QueryUnion(Strategy):
             sources=source_key(problem),
             workspace=workspace,
             queries_per_group=group,
+            queries_per_tile=self.queries_per_tile(problem),
             identity=order is None,
             mapping=self.mapping,
             window_choices=views.get("window_choices") if query_ids is None else None,
@@ -161,9 +168,7 @@ class QueryUnion(Strategy):
 
     def work(self, problem: AttentionProblem) -> WorkReport:
         """See `Strategy.work`."""
-        schedule = self.prepare(problem)
-        tile = min(problem.queries_per_tile, schedule.queries_per_group)
-        return union_work(self.name, problem, schedule, tile, self.workspace_bytes(problem))
+        return union_work(self.name, problem, self.prepare(problem), self.workspace_bytes(problem))
 
 
 @register

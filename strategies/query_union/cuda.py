@@ -35,14 +35,14 @@ def cuda_layout(problem: AttentionProblem, queries_per_group: int) -> Layout:
     base = union_layout(problem, queries_per_group)
     heads, batch, max_pages = problem.num_kv_heads, problem.batch_size, problem.max_pages
     max_groups = base["union_counts"][0][1]
-    tiles = max(1, queries_per_group // problem.queries_per_tile)
     packed_slots = heads * batch * max_pages if problem.k_cache.dtype == torch.float8_e4m3fn else 0
     # No more pages can be selected than there are edges.
     max_packed = min(packed_slots, heads * problem.total_q * problem.topk)
     return {
         **base,
         "group_requests": ((max_groups,), torch.int32),
-        "tile_counts": ((heads, max_groups, tiles), torch.int32),
+        # As if each query were a tile, which smaller calls come to.
+        "tile_counts": ((heads, max_groups, queries_per_group), torch.int32),
         "unit_order": ((heads * max_groups,), torch.int32),
         "packed_slots": ((packed_slots,), torch.int32),
         "packed_v": ((max_packed, HEAD_DIM, problem.page_size), torch.uint8),
@@ -153,7 +153,10 @@ def output_arguments(out: torch.Tensor, lse: torch.Tensor | None) -> dict[str, i
 
 
 def _schedule_arguments(
-    problem: AttentionProblem, metadata: RequestMetadata, views: dict[str, torch.Tensor]
+    problem: AttentionProblem,
+    metadata: RequestMetadata,
+    views: dict[str, torch.Tensor],
+    queries_per_tile: int,
 ) -> dict[str, Any]:
     heads, max_groups, max_union, mask_words = views["union_masks"].shape
     names = (
@@ -167,8 +170,8 @@ def _schedule_arguments(
         "num_kv_heads": heads,
         "batch_size": problem.batch_size,
         "max_pages": problem.max_pages,
-        "queries_per_tile": problem.queries_per_tile,
-        "tiles_per_group": views["tile_counts"].shape[2],
+        "queries_per_tile": queries_per_tile,
+        "tiles_per_group": views["tile_counts"].shape[2] // queries_per_tile,
         "max_groups": max_groups,
         "max_union": max_union,
         "mask_words": mask_words,
@@ -206,7 +209,10 @@ def max_windows(problem: AttentionProblem, window: int) -> int:
 
 
 def prepare_cuda(
-    problem: AttentionProblem, views: dict[str, torch.Tensor], order: Search | torch.Tensor | None
+    problem: AttentionProblem,
+    views: dict[str, torch.Tensor],
+    order: Search | torch.Tensor | None,
+    queries_per_tile: int,
 ) -> None:
     """Build unions, order units, pack the V^T of FP8 caches: on the problem's device and current stream.
 
@@ -218,6 +224,8 @@ def prepare_cuda(
     order : Search, torch.Tensor or None
         Where the ids come from: found on the device, given (int32 ``[num_kv_heads, total_q]``), or the
         original order.
+    queries_per_tile : int
+        See `QueryUnion.queries_per_tile`.
     """
     if isinstance(order, torch.Tensor):
         views["query_ids"].copy_(order)
@@ -227,7 +235,7 @@ def prepare_cuda(
     ids = views["query_ids"].data_ptr()
     given = isinstance(order, torch.Tensor)
     arguments = {
-        **_schedule_arguments(problem, metadata, views),
+        **_schedule_arguments(problem, metadata, views, queries_per_tile),
         **strides("v", problem.v_cache, page=0, token=1, head=2),
         "q2k_indices": q2k.data_ptr(),
         "q2k_stride_head": q2k.stride(0),
@@ -259,7 +267,7 @@ def execute_cuda(
             )
     metadata = RequestMetadata.of(problem)
     arguments = {
-        **_schedule_arguments(problem, metadata, schedule.views),
+        **_schedule_arguments(problem, metadata, schedule.views, schedule.queries_per_tile),
         **strides("q", problem.q, row=0, head=1),
         **strides("k", problem.k_cache, page=0, token=1, head=2),
         **strides("v", problem.v_cache, page=0, token=1, head=2),

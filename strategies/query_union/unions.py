@@ -38,6 +38,8 @@ class UnionSchedule(Schedule):
         int32 ``[num_kv_heads, max_groups]``; pages in each union.
     queries_per_group : int
         Slots of a full group.
+    queries_per_tile : int
+        Slots of a full tile.
     identity : bool
         Whether `query_ids` is the original order.
     mapping : str
@@ -54,6 +56,7 @@ class UnionSchedule(Schedule):
     union_masks: torch.Tensor
     union_counts: torch.Tensor
     queries_per_group: int
+    queries_per_tile: int
     identity: bool
     mapping: str
     window_choices: torch.Tensor | None
@@ -229,9 +232,10 @@ def execute_reference(
 
 
 def union_work(
-    name: str, problem: AttentionProblem, schedule: UnionSchedule, queries_per_tile: int, workspace_bytes: int
+    name: str, problem: AttentionProblem, schedule: UnionSchedule, workspace_bytes: int
 ) -> WorkReport:
-    """Counts of a union schedule: Eq. 3 for groups, Eq. 4 for tiles of `queries_per_tile` slots."""
+    """Counts of a union schedule: Eq. 3 for groups, Eq. 4 for tiles."""
+    queries_per_tile = schedule.queries_per_tile
     counts = schedule.union_counts.long()
     visits, groups = int(counts.sum()), int((counts > 0).sum())
     edges = rounds = 0

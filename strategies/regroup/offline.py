@@ -19,7 +19,13 @@ from safetensors.numpy import save
 
 from pageweaver.common.captures import Selection, atomic_write_bytes
 from pageweaver.common.native import load_native
-from pageweaver.common.problem import GROUP_SIZES, TILE_ROWS, AttentionProblem, selection_support
+from pageweaver.common.problem import (
+    GROUP_SIZES,
+    TILE_ROWS,
+    AttentionProblem,
+    selection_support,
+    tile_queries,
+)
 from pageweaver.common.strategy import register
 from pageweaver.strategies.query_union import QueryUnion
 from pageweaver.strategies.query_union.unions import check_query_ids
@@ -98,7 +104,7 @@ class OfflineIds:
                 if found != FORMAT:
                     raise ValueError(f"its format is {found!r}" if found else "it names no format")
                 return cls(query_ids=stream.get_tensor("query_ids"), **header)
-        except (SafetensorError, TypeError, AttributeError, ValueError) as error:
+        except (SafetensorError, OSError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"path: got {os.fspath(path)!r}, supported: safetensors files of format {FORMAT!r} ({error})"
             ) from error
@@ -138,8 +144,8 @@ class OfflineSearch:
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
             raise ValueError(f"seed: got {seed!r}, supported: integers from 0 to 2**32 - 1")
         self.window, self.objective, self.seed = window, objective, seed
-        self.tile = TILE_ROWS // group_size
-        self.queries_per_group = TILES_PER_GROUP * self.tile
+        self.tile = tile_queries(selection.num_kv_heads * selection.total_q, group_size)
+        self.queries_per_group = TILES_PER_GROUP * TILE_ROWS // group_size
         self.selection_sha256 = selection.sha256
         if start is not None:
             self._check_start(start, (selection.num_kv_heads, selection.total_q))

@@ -95,13 +95,13 @@ class OnlineRegroup(QueryUnion):
             problem.cu_seqlens_q.tolist(),
             window=window,
             queries_per_group=self.queries_per_group(problem),
-            queries_per_tile=problem.queries_per_tile,
+            queries_per_tile=self.queries_per_tile(problem),
             objective=self.objective,
         )
 
     def _order(
         self, problem: AttentionProblem, views: dict[str, torch.Tensor], backend: str
-    ) -> torch.Tensor | Search:
+    ) -> torch.Tensor | Search | None:
         if backend == "cuda":
             return Search(max(self.window, self.queries_per_group(problem)), self.objective, None)
         return self._search(problem, self.window)
@@ -142,8 +142,11 @@ class Auto(OnlineRegroup):
 
     def _order(
         self, problem: AttentionProblem, views: dict[str, torch.Tensor], backend: str
-    ) -> torch.Tensor | Search:
-        choices = views["window_choices"]
+    ) -> torch.Tensor | Search | None:
+        choices, tile = views["window_choices"], self.queries_per_tile(problem)
+        if tile == 1:
+            choices.zero_()  # every order has the same rounds
+            return None
         if backend == "cuda":
             return Search(self.window, self.objective, choices)
         original = torch.arange(problem.total_q, dtype=torch.int32).expand(problem.num_kv_heads, -1)
@@ -162,7 +165,7 @@ class Auto(OnlineRegroup):
             )
             for index, window in enumerate(windows):
                 rounds = {
-                    choice: count_rounds(support[head, order[head, window].numpy()], problem.queries_per_tile)
+                    choice: count_rounds(support[head, order[head, window].numpy()], tile)
                     for choice, order in orders.items()
                 }
                 best = min(rounds, key=rounds.__getitem__)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pageweaver as pw
+from pageweaver.strategies import query_union
 
 from ..helpers import E4M3, Result, Target, assert_same_bits, poison, random_problem, replaced
 from .hopper import WATCHDOG, missing
@@ -34,6 +35,20 @@ class TestSameBits:
                 schedule = strategy.prepare(problem, workspace, query_ids=ids)  # type: ignore[call-arg]
                 strategy.execute(problem, schedule, out, lse)
                 assert_same_bits(Result(out.float().cpu(), lse.cpu()), expected)
+
+    @pytest.mark.parametrize("case", range(len(SIZES)))
+    def test_any_tile(self, target: Target, case: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A small call fills tiles in part, down to one query: the bits of full ones."""
+        problem = messy(case)
+        full = tile = problem.queries_per_tile
+        results: list[Result] = []
+        while tile >= 1:
+            monkeypatch.setattr(query_union, "tile_queries", lambda rows, group, tile=tile: tile)
+            results.append(target.run(problem))
+            tile //= 2
+        assert len(results) == full.bit_length()
+        for result in results[1:]:
+            assert_same_bits(result, results[0])
 
     @pytest.mark.parametrize("name", ["low", "high"])
     def test_selections(self, peers: tuple[Target, ...], name: str) -> None:
