@@ -100,7 +100,7 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
         constexpr int kParts = kIsSplit ? 2 : 1;
         // Output columns 0 to 63 and 64 to 127; one half of a page's PV.
         float acc_low[32], acc_high[32], product[32], sums[4], scores[64];
-        uint32_t probabilities[kParts][16];  // high parts, then low parts
+        uint32_t probabilities[kParts][16] = {};  // high parts, then low parts
         float maximum[2] = {-INFINITY, -INFINITY}, total[2] = {}, rescale[2];
         bool is_member[2] = {};
 
@@ -149,10 +149,9 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
             }
             wgmma_commit_group();
         };
-        const auto begin_pv = [&] {
+        const auto wait_value = [&] {
             if (!value_ready)
                 mbarrier_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
-            issue_pv(std::true_type{});
         };
         // O = O * rescale + PV. A half without a member has PV = 0 and leaves O alone.
         const auto add_product = [&](float (&acc)[32]) {
@@ -171,9 +170,7 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
             for (int h = 0; h < 2; ++h)
                 if (is_member[h]) total[h] = fmaf(total[h], rescale[h], sums[2 * h]);
         };
-        const auto finish_pv = [&] {
-            wgmma_wait_group<0>();
-            add_product(acc_low);
+        const auto release_value = [&] {
             __syncwarp();
             if (lane == 0) release<kIsCluster>(shared.empty_value[value_ring.stage]);
             value_ring.advance();
@@ -298,7 +295,10 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
                                 fmaf(scores[8 * k + j / 2 * 4 + 2 * h + j % 2], factor[h], base[h]));
                         // The next multiplications wait for an exponential of these: else all 64 go first,
                         // and the unit that computes exponentials, the slower one, stands still meanwhile.
-                        base[h] = __uint_as_float(__float_as_uint(base[h]) | (__float_as_uint(e[0]) & zero));
+                        // Split has enough else to do.
+                        if constexpr (!kIsSplit)
+                            base[h] =
+                                __uint_as_float(__float_as_uint(base[h]) | (__float_as_uint(e[0]) & zero));
                         if constexpr (kIsSplit) {
                             float high[4];
 #pragma unroll
@@ -317,11 +317,14 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
 #pragma unroll
         for (int k = 0; k < 32; ++k) acc_low[k] = acc_high[k] = 0.0f;
         const auto multiply_values = [&] {
-            begin_pv();
+            wait_value();
+            issue_pv(std::true_type{});
             wgmma_wait_group<0>();
             add_high();
             issue_pv(std::false_type{});
-            finish_pv();
+            wgmma_wait_group<0>();
+            add_product(acc_low);
+            release_value();
         };
         if constexpr (kIsCluster) {
             // A CTA that waits for a page holds no slot, or the two could wait for each other: PV ends before
@@ -348,19 +351,30 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
             }
             release_q();
         } else if (rounds > 0) {
-            issue_qk();
-            wgmma_wait_group<0>();
-            if (!kIsSplit || rounds == 1) release_q();
-            softmax([] {});
-            for (int j = 1; j < rounds; ++j) {
-                begin_pv();
+            // FP8's first round has no PV beside it. Split's would be a second copy of a code that
+            // instruction caches hold once: its round 0 multiplies whatever lies in the next slot by nothing,
+            // and as no half is a member yet nothing of that is used.
+            if constexpr (!kIsSplit) {
+                issue_qk();
+                wgmma_wait_group<0>();
+                release_q();
+                softmax([] {});
+            }
+            for (int j = kIsSplit ? 0 : 1; j < rounds; ++j) {
+                const bool has_pv = !kIsSplit || j > 0;
+                if (has_pv) wait_value();
+                issue_pv(std::true_type{});
                 issue_qk();
                 wgmma_wait_group<1>();
                 add_high();
                 issue_pv(std::false_type{});
                 wgmma_wait_group<1>();
                 if (kIsSplit && j == rounds - 1) release_q();
-                softmax(finish_pv);
+                softmax([&] {
+                    wgmma_wait_group<0>();
+                    add_product(acc_low);
+                    if (has_pv) release_value();
+                });
             }
             multiply_values();
         } else {
