@@ -151,7 +151,7 @@ def default_captures() -> str:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """What a JSON row says of where it came from: command, device, versions, the checkout's commit and state."""
+    """What a JSON row says of where it came from: command, device, versions, commit and its state."""
     commit, dirty = _commit()
     return {
         "command": shlex.join(["pageweaver", *sys.argv[1:]]),
