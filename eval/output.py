@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -150,9 +151,10 @@ def default_captures() -> str:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """What a JSON row says of where it came from: device, versions, the checkout's commit and its state."""
+    """What a JSON row says of where it came from: command, device, versions, commit and its state."""
     commit, dirty = _commit()
     return {
+        "command": shlex.join(["pageweaver", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "driver": driver_version() if device.type == "cuda" else None,
         "cuda": torch.version.cuda if device.type == "cuda" else None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -328,9 +326,7 @@ class Run:
 
     def header(self) -> Row:
         """What every row says of where it came from."""
-        command = shlex.join(["pageweaver", *sys.argv[1:]])
-        header: Row = {"schema": f"pageweaver-{self.bench}-1", "command": command}
-        header |= files.provenance(self.device)
+        header: Row = {"schema": f"pageweaver-{self.bench}-1", **files.provenance(self.device)}
         if self.commit is not None:
             header["commit"], header["dirty"] = files.split_commit(self.commit)
         return header

@@ -288,7 +288,8 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     pages_are_claimed();
 
     // Search
-    const int tile = p.queries_per_tile, group_length = tile * p.tiles_per_group;
+    // Costs are those of full tiles, two a group, also where a small call runs smaller ones.
+    const int group_length = p.queries_per_tile * p.tiles_per_group, tile = group_length / 2;
     constexpr int kHalf = 64;
     const bool has_halves = kWindow > kHalf && choice_out && kHalf >= group_length;
     if (warp == 0) {

@@ -95,7 +95,7 @@ class OnlineRegroup(QueryUnion):
             problem.cu_seqlens_q.tolist(),
             window=window,
             queries_per_group=self.queries_per_group(problem),
-            queries_per_tile=self.queries_per_tile(problem),
+            queries_per_tile=problem.queries_per_tile,  # full ones, also in a small call
             objective=self.objective,
         )
 
@@ -127,9 +127,11 @@ class RegroupW128(OnlineRegroup):
 class Auto(OnlineRegroup):
     """In every window of 128 queries the original order, that of W64, or that of W128.
 
-    The device searches all three and takes the one with the fewest rounds (Eq. 4), the work of the kernel;
-    ties go to the earlier. ``schedule.window_choices``, int32 ``[num_kv_heads, max_windows]``, says 0, 1
-    or 2 for what each window took, windows of a request after those of the one before.
+    The device searches all three and takes the one with the fewest rounds (Eq. 4) of full tiles, the work
+    of the kernel; ties go to the earlier. A call so small that a tile holds one query (`tile_queries`) has
+    the same rounds in any order, and keeps the original one without a search.
+    ``schedule.window_choices``, int32 ``[num_kv_heads, max_windows]``, says 0, 1 or 2 for what each window
+    took, windows of a request after those of the one before.
     """
 
     name = "auto"
@@ -143,8 +145,8 @@ class Auto(OnlineRegroup):
     def _order(
         self, problem: AttentionProblem, views: dict[str, torch.Tensor], backend: str
     ) -> torch.Tensor | Search | None:
-        choices, tile = views["window_choices"], self.queries_per_tile(problem)
-        if tile == 1:
+        choices = views["window_choices"]
+        if self.queries_per_tile(problem) == 1:
             choices.zero_()  # every order has the same rounds
             return None
         if backend == "cuda":
@@ -165,7 +167,7 @@ class Auto(OnlineRegroup):
             )
             for index, window in enumerate(windows):
                 rounds = {
-                    choice: count_rounds(support[head, order[head, window].numpy()], tile)
+                    choice: count_rounds(support[head, order[head, window].numpy()], problem.queries_per_tile)
                     for choice, order in orders.items()
                 }
                 best = min(rounds, key=rounds.__getitem__)
