@@ -323,7 +323,8 @@ class Strategy(ABC):
             The problem of `schedule`, or the same with other queries or scales: kernels pack V when they
             prepare, so selection, caches and placement are the schedule's.
         schedule : Schedule
-            From this strategy's `prepare`, the last one on its workspace.
+            From this strategy's `prepare`, the last one on its workspace; kernels count in there, so one
+            execution at a time.
         out : torch.Tensor, optional
             bfloat16 ``[total_q, num_qo_heads, head_dim]``, or float32 where the arithmetic is "float32"; any
             strides, unit last; written in place. Allocated when missing: float32 where the arithmetic is
