@@ -12,7 +12,8 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // Places in PrepareParams::counters behind the two size tables.
 constexpr int kPackedCount = 2 * kSizeBins, kLiveGroups = kPackedCount + 1, kLiveWindows = kPackedCount + 2;
-// Tiles that attention's CTAs have drawn beyond their first, and CTAs that found none left; 0 between kernels.
+// Tiles that attention's CTAs have drawn beyond their first, and CTAs that found none left; 0 between
+// kernels.
 constexpr int kTilesDrawn = kPackedCount + 3, kCtasDone = kPackedCount + 4;
 constexpr int kCounters = kPackedCount + 5;
 // A packed slot that one warp has claimed and not numbered yet.

@@ -3,20 +3,21 @@
 // selected: in all others its probabilities are 0 and its maximum stands, so no bit of its result depends
 // on which queries run with it.
 //
-// Grid: two CTAs an SM for the whole launch, or one a tile where there are fewer; a CTA takes the next tile, those
-// of the largest unions first, until there is none. kIndependent: the tiles of a group share nothing. kCluster,
-// one CTA a tile: the two tiles of a group are a cluster; each CTA copies half of every page of the union to
-// both, and passes over pages that its own queries did not select.
+// Grid: two CTAs an SM for the whole launch, or one a tile where there are fewer; a CTA takes the next tile,
+// those of the largest unions first, until there is none. kIndependent: the tiles of a group share nothing.
+// kCluster, one CTA a tile: the two tiles of a group are a cluster; each CTA copies half of every page of the
+// union to both, and passes over pages that its own queries did not select.
 //
 // Threads: 256. Warpgroup 0 produces: warp 0 copies K, warp 1 copies V^T, warp 2 draws tiles and copies their
-// queries, one tile ahead. Warpgroup 1 consumes: its warp w holds rows 16 w to 16 w + 15, at group size 16 half
-// of the heads of two queries (head_row_of).
+// queries, one tile ahead. Warpgroup 1 consumes: its warp w holds rows 16 w to 16 w + 15, at group size 16
+// half of the heads of two queries (head_row_of).
 //
 // Arithmetic: single E4M3 parts of Q and probabilities, or (kIsSplit) a high and a low part of both, whose
 // products go into one accumulator, low parts first.
 //
-// Shared memory, 99 KiB: K ring 3 x 16 KiB, V^T ring 2 x 17 KiB (8 rows of ones below each page), Q 16 KiB (raw,
-// then E4M3 in place; single: until its fragments are in registers), two tiles' queries, page metadata, barriers.
+// Shared memory, 99 KiB: K ring 3 x 16 KiB, V^T ring 2 x 17 KiB (8 rows of ones below each page), Q 16 KiB
+// (raw, then E4M3 in place; single: until its fragments are in registers), two tiles' queries, page metadata,
+// barriers.
 //
 // Registers: 32 producing, 224 consuming (output 64, scores 64, half of a page's PV and the row sums 36,
 // probabilities 16 a part, Q 16 where single).
@@ -28,9 +29,9 @@
 //
 // Invariants: full_* take one arrival of the producer and the bytes of the slot; empty_* one arrival of each
 // consumer warp of the CTA or cluster, each for itself: an elected thread could release what a slower warp
-// still reads. Queries are read by ordinary loads, so a proxy fence stands before their place is given back. The
-// tensor core keeps 13 bits of an accumulator's mantissa, so PV starts from zero in every page and is added
-// to O in FP32: O = O * a + PV. Measurements behind each choice: docs/union_attention.md.
+// still reads. Queries are read by ordinary loads, so a proxy fence stands before their place is given back.
+// The tensor core keeps 13 bits of an accumulator's mantissa, so PV starts from zero in every page and is
+// added to O in FP32: O = O * a + PV. Measurements behind each choice: docs/union_attention.md.
 
 #include <algorithm>
 #include <type_traits>

@@ -40,9 +40,9 @@ struct UnionParams {
     const int32_t* union_counts;    // [num_kv_heads, max_groups]
     const int32_t* tile_counts;     // [num_kv_heads, max_groups, tiles_per_group]
     const int32_t* unit_order;      // [num_kv_heads * max_groups]
-    int32_t* counters;            // as in prepare.hpp
-    const int32_t* packed_slots;  // [num_kv_heads, batch_size, max_pages]
-    const uint8_t* packed_v;      // [max_packed, head_dim, page_size]
+    int32_t* counters;              // as in prepare.hpp
+    const int32_t* packed_slots;    // [num_kv_heads, batch_size, max_pages]
+    const uint8_t* packed_v;        // [max_packed, head_dim, page_size]
     // Scales: the pointer wins where it is not null.
     const float *softmax_scale_pointer, *k_scale_pointer, *v_scale_pointer;
     float softmax_scale, k_scale, v_scale;
