@@ -37,10 +37,10 @@ struct Span {
     int first, last;
 };
 
-__device__ inline Span span_of(const PrepareParams& p, const int32_t* starts, int request, int unit,
-                               int length) {
+// `unit`: of the request.
+__device__ inline Span span_of(const PrepareParams& p, int request, int unit, int length) {
     // Boundaries that pass total_q are refused in debug mode; here they must not lead out of the tensors.
-    const int begin = p.cu_seqlens_q[request] + (unit - starts[request]) * length;
+    const int begin = p.cu_seqlens_q[request] + unit * length;
     const int first = min(max(begin, 0), p.total_q);
     return {first, max(first, min(min(first + length, p.cu_seqlens_q[request + 1]), p.total_q))};
 }

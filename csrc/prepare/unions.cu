@@ -46,6 +46,7 @@ __device__ int scan_requests(const PrepareParams& p, int length, int32_t* starts
 }
 
 __global__ void __launch_bounds__(kPlanThreads) plan_groups(PrepareParams p) {
+    grid_dependency_launch();  // the next kernel waits where it needs what this one writes
     if (blockIdx.x > 0) {
         const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
         const int64_t first = int64_t{blockIdx.x - 1} * kPlanThreads + threadIdx.x;
@@ -86,7 +87,8 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
     int slots = 0;
     if (is_live) {
         const int request = request_of(p.group_starts, p.batch_size, group);
-        const Span span = span_of(p, p.group_starts, request, group, p.queries_per_tile * p.tiles_per_group);
+        const Span span =
+            span_of(p, request, group - p.group_starts[request], p.queries_per_tile * p.tiles_per_group);
         slots = span.last - span.first;
         if (head == 0 && lane == 0) note_group(p, group, request, span);
         if (lane == 0) first_places[warp] = (int64_t{head} * p.batch_size + request) * p.max_pages;
