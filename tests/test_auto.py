@@ -27,10 +27,26 @@ def test_takes_the_best_of_three(name: str, objective: str) -> None:
     ]
     ids = torch.stack([other.prepare(problem).query_ids for other in others])
     for window, choice in enumerate(choices[0].tolist()):
-        slots = slice(window * 128, (window + 1) * 128)
-        assert torch.equal(schedule.query_ids[0, slots], ids[choice, 0, slots])
+        # A half may have given up and kept the original order.
+        for start in range(window * 128, min((window + 1) * 128, 700), 64 if choice == 1 else 128):
+            slots = slice(start, min(start + (64 if choice == 1 else 128), 700))
+            allowed = {0: (0,), 1: (0, 1), 2: (2,)}[choice]
+            assert any(torch.equal(schedule.query_ids[0, slots], ids[k, 0, slots]) for k in allowed)
     rounds = [other.work(problem).rounds for other in others]
-    assert strategy.work(problem).rounds <= min(rounds)
+    # Searches that gave up might have found a little.
+    assert strategy.work(problem).rounds <= 1.005 * min(rounds)
+
+
+def test_a_search_gives_up_where_its_first_slots_gain_nothing() -> None:
+    """Only the second half of a window can gain: its own search goes on, those of the rest give up."""
+    problem = pw.make_problem(preset("low", total_q=128, prefix=9000))
+    pages = problem.q2k_indices
+    pages[:] = torch.arange(16, dtype=torch.int32)
+    pages[:, 64::2] += 16
+    schedule: Any = pw.load("auto").prepare(problem)
+    assert pw.load("regroup_w128").work(problem).rounds < pw.load("union8").work(problem).rounds
+    assert schedule.window_choices.tolist() == [[1]]
+    assert torch.equal(schedule.query_ids[0, :64], torch.arange(64, dtype=torch.int32))
 
 
 def test_original_order_wins_ties() -> None:

@@ -41,6 +41,9 @@ constexpr uint32_t kTaken = 0x80000000u;
 template <typename Mask>
 constexpr int kPageStride = 8 * sizeof(Mask) + 4;
 
+// Slots after which a search may give up.
+constexpr int kSample = kWarp;
+
 // Orders of a window, as window_choices names them.
 enum Choice { kOriginal, kHalves, kWhole, kChoices };
 
@@ -102,12 +105,28 @@ struct OnesOf {
     }
 };
 
+// What the row of each lane's slot adds to the pages of its tile, over the warp's slots: rounds (Eq. 4).
+template <typename Mask, int kWindow>
+__device__ int count_rounds(const Mask* overlaps, const uint32_t* whole_rows, const uint8_t* order, int slot,
+                            int slots, int tile) {
+    uint32_t left = 0;
+    if (slot < slots) {
+        const int row = order[slot];
+        left = whole_rows[row];
+#pragma unroll 1
+        for (int before = slot - slot % tile; before < slot; ++before)
+            left &= ~uint32_t{overlaps[order[before] * kWindow + row]};
+    }
+    return __reduce_add_sync(kAllLanes, __popc(left));
+}
+
 // One warp orders `rows` rows of the window from `first_row` on; kPerLane * 32 rows at most, neighbours in a
 // lane. Steps have no branch that lanes could take apart, and whatever does not lie between one minimum and
-// the next is written behind the load, in whose shadow it runs.
+// the next is written behind the load, in whose shadow it runs. `original`: where the search may give up,
+// which it does if its first slots need no fewer rounds than those of this order; it then takes this one.
 template <typename Mask, int kWindow, int kPerLane>
 __device__ void search(const Mask* overlaps, const uint32_t* whole_rows, int first_row, int rows, int group,
-                       int subgroup, bool by_rounds, uint8_t* order) {
+                       int subgroup, bool by_rounds, uint8_t* order, const uint8_t* original) {
     using Keys = Key<Mask, kWindow>;
     constexpr int kWords = kPerLane * sizeof(Mask) / 4;
     const int lane = threadIdx.x % kWarp, own_row = first_row + lane * kPerLane;
@@ -173,22 +192,16 @@ __device__ void search(const Mask* overlaps, const uint32_t* whole_rows, int fir
                     min(key, ones_subgroup[q] * Keys::kSubgroupCost + (ones[q] * Keys::kGroupCost + base[q]));
             take(key);
         }
+        if (original && first < kSample && last >= kSample) {
+            __syncwarp();
+            const auto count = [&](const uint8_t* rows_of) {
+                return count_rounds<Mask, kWindow>(overlaps, whole_rows, rows_of, lane, kSample, subgroup);
+            };
+            if (count(order) < count(original)) continue;
+            for (int i = lane; i < rows; i += kWarp) order[i] = original[i];
+            break;
+        }
     }
-}
-
-// Rounds (Eq. 4) of an order: what each slot's row adds to the pages of its tile.
-template <typename Mask, int kWindow>
-__device__ int count_rounds(const Mask* overlaps, const uint32_t* whole_rows, const uint8_t* order, int rows,
-                            int tile) {
-    int rounds = 0;
-    if (const int slot = threadIdx.x % kWindow; slot < rows) {
-        const int row = order[slot];
-        uint32_t left = whole_rows[row];
-        for (int before = slot - slot % tile; before < slot; ++before)
-            left &= ~uint32_t{overlaps[order[before] * kWindow + row]};
-        rounds = __popc(left);
-    }
-    return __reduce_add_sync(kAllLanes, rounds);
 }
 
 // Bit k of transposed[r] is bit r of rows[k], in the lower and the upper 16 bits each.
@@ -343,6 +356,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     const int tile = p.queries_per_tile, group_length = tile * p.tiles_per_group;
     constexpr int kHalf = 64;
     const bool has_halves = kWindow > kHalf && choice_out && kHalf >= group_length;
+    const uint8_t* const original = choice_out ? orders[kOriginal] : nullptr;
     const int searchers = !is_live ? 0 : has_halves ? 3 : 1;
     if (warp >= searchers) {
         grid_dependency_wait();
@@ -354,11 +368,12 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
                                    // kernel
     } else if (warp == 0) {
         search<Mask, kWindow, kWindow / kWarp>(overlaps, whole_rows, 0, rows, group_length, tile, p.by_rounds,
-                                               orders[kWhole]);
+                                               orders[kWhole], original);
     } else {
         const int first_row = (warp - 1) * kHalf;
         search<Mask, kWindow, kHalf / kWarp>(overlaps, whole_rows, first_row, min(rows - first_row, kHalf),
-                                             group_length, tile, p.by_rounds, orders[kHalves] + first_row);
+                                             group_length, tile, p.by_rounds, orders[kHalves] + first_row,
+                                             original ? original + first_row : nullptr);
     }
     grid_dependency_wait();
     const int live_groups = p.counters[kLiveGroups];
@@ -376,7 +391,8 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     if (choice_out) {
         for (int c = threadIdx.x / kWindow; c < kChoices; c += kThreads<kWindow> / kWindow) {
             if (c == kHalves && !has_halves) continue;
-            const int part = count_rounds<Mask, kWindow>(overlaps, whole_rows, orders[c], rows, tile);
+            const int part = count_rounds<Mask, kWindow>(overlaps, whole_rows, orders[c],
+                                                         threadIdx.x % kWindow, rows, tile);
             if (lane == 0) atomicAdd(&rounds[c], part);
         }
         __syncthreads();

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +15,9 @@ from pageweaver.common.strategy import Layout, register
 from pageweaver.strategies.query_union import QueryUnion
 from pageweaver.strategies.query_union.cuda import OBJECTIVES, WINDOWS, Search, max_windows
 from pageweaver.strategies.regroup.greedy import greedy_order
+
+# Slots after which a search of `auto` may give up; as csrc/regroup has it.
+SAMPLE = 32
 
 
 def greedy_query_ids(
@@ -127,9 +130,11 @@ class RegroupW128(OnlineRegroup):
 class Auto(OnlineRegroup):
     """In every window of 128 queries the original order, that of W64, or that of W128.
 
-    The device searches all three and takes the one with the fewest rounds (Eq. 4), the work of the kernel;
-    ties go to the earlier. ``schedule.window_choices``, int32 ``[num_kv_heads, max_windows]``, says 0, 1
-    or 2 for what each window took, windows of a request after those of the one before.
+    The device searches and takes the one with the fewest rounds (Eq. 4), the work of the kernel; ties go to
+    the earlier. A search, of a window of 128 or of a half, whose first 32 slots need no fewer rounds than
+    those of the original order gives up and keeps that one. ``schedule.window_choices``, int32
+    ``[num_kv_heads, max_windows]``, says 0, 1 or 2 for what each window took, windows of a request after
+    those of the one before.
     """
 
     name = "auto"
@@ -147,28 +152,36 @@ class Auto(OnlineRegroup):
         if backend == "cuda":
             return Search(self.window, self.objective, choices)
         original = torch.arange(problem.total_q, dtype=torch.int32).expand(problem.num_kv_heads, -1)
+        boundaries, support = problem.cu_seqlens_q.tolist(), problem.support.cpu().numpy()
+
+        def rounds(head: int, order: torch.Tensor, slots: slice) -> int:
+            return count_rounds(support[head, order[head, slots].numpy()], problem.queries_per_tile)
+
         orders = {0: original}
         for choice, length in enumerate(WINDOWS, 1):
             if length >= self.queries_per_group(problem):
-                orders[choice] = self._search(problem, length).cpu()
-        support = problem.support.cpu().numpy()
+                order = orders[choice] = self._search(problem, length).cpu()
+                for head, window in product(range(len(order)), _windows(boundaries, length)):
+                    sample = slice(window.start, window.start + SAMPLE)
+                    if sample.stop > window.stop:
+                        continue
+                    if rounds(head, order, sample) >= rounds(head, original, sample):
+                        order[head, window] = original[head, window]
         ids = original.clone()
         choices.zero_()
-        for head in range(problem.num_kv_heads):
-            windows = (
-                slice(start, min(start + self.window, last))
-                for first, last in pairwise(problem.cu_seqlens_q.tolist())
-                for start in range(first, last, self.window)
-            )
-            for index, window in enumerate(windows):
-                rounds = {
-                    choice: count_rounds(support[head, order[head, window].numpy()], problem.queries_per_tile)
-                    for choice, order in orders.items()
-                }
-                best = min(rounds, key=rounds.__getitem__)
+        for head in range(len(ids)):
+            for index, window in enumerate(_windows(boundaries, self.window)):
+                best = min(orders, key=lambda choice: rounds(head, orders[choice], window))
                 choices[head, index] = best
                 ids[head, window] = orders[best][head, window]
         return ids.to(problem.device)
+
+
+def _windows(boundaries: Sequence[int], length: int) -> Iterator[slice]:
+    """Slots of each search window, request after request."""
+    for first, last in pairwise(boundaries):
+        for start in range(first, last, length):
+            yield slice(start, min(start + length, last))
 
 
 def count_rounds(pages: NDArray[np.int64], queries_per_tile: int) -> int:
