@@ -58,6 +58,9 @@ MESSY: tuple[dict[str, Any], ...] = (
     {"lengths": (260, 2), "prefixes": (900, 0), "group_size": 8, "topk": 17},
     {"lengths": (200,), "prefixes": (9000,), "group_size": 16, "topk": 32, "num_kv_heads": 2},
     {"lengths": (130,), "prefixes": (3000,), "group_size": 4, "topk": 1},
+    # As many requests as a warp counts by itself, and more than that.
+    {"lengths": (3, 0, 70, 8) * 8, "prefixes": (300, 0, 9, 1000) * 8},
+    {"lengths": (5, 130, 0, 9) * 10, "prefixes": (40, 300, 7, 1000) * 10},
 )
 
 
@@ -108,13 +111,15 @@ class TestIds:
             problem = pw.AttentionProblem(
                 q=torch.zeros(rows, 16, 128, dtype=torch.bfloat16, device=DEVICE),
                 k_cache=cache,
-                v_cache=cache.clone(),
+                v_cache=torch.randn(cache.shape, device=DEVICE).to(cache.dtype),
                 q2k_indices=ids.to(DEVICE),
                 cu_seqlens_q=torch.tensor([0, rows], dtype=torch.int32, device=DEVICE),
                 seqused_k=torch.tensor([pages * 128], dtype=torch.int32, device=DEVICE),
                 page_table=torch.randint(0, 64, (1, pages), generator=rng, dtype=torch.int32).to(DEVICE),
             )
             assert_same_groups(problem, name, objective)
+            # Pages were marked for packing in every pass.
+            assert torch.equal(load(name, objective, "cuda")(problem), pw.load("union8")(problem))
 
 
 @pytest.mark.parametrize("name", ONLINE)
