@@ -9,15 +9,17 @@
 // i that the open group has not read are then whole[i] & ~overlaps[j][i] & ..., over the rows j taken so far,
 // and its cost is a population count:
 //
-//   REDUX of (cost, row)  ->  a row of overlaps, 2 to 4 words a lane  ->  AND, POPC, minimum  ->  REDUX
+//   REDUX of (cost, row)  ->  a row of overlaps, 1 to 4 words a lane  ->  AND, BMMA, minimum  ->  REDUX
 //
 // One warp takes the steps of a window, 2 or 4 queries a lane. Setting up, by all warps: pages of the window
-// in a table of row masks (bit = row), then 16 x 32 bit transposes of it into overlaps.
+// in a table of row masks (bit = row), then 16 x 32 bit transposes of it into overlaps. It needs nothing of
+// plan_groups and runs beside it; marking pages for packing, which does, is for the warps that do not search.
 //
 // Where the call may choose (window_choices), three warps search a window of 128 and its two halves at once,
-// and the window takes the order with the fewest rounds (Eq. 4) of these and the original one.
+// and the window takes the order with the fewest rounds (Eq. 4) of these and the original one. A search that
+// gains nothing in its first slots gives up.
 //
-// Shared memory: overlaps 32 KiB (window 128, topk 16; up to 64), pages 8 KiB, table 16 bytes a page, reused
+// Shared memory: overlaps 32 KiB (window 128, topk 16; up to 64), pages 10 KiB, table 16 bytes a page, reused
 // as scratch of the unions. Pages beyond what the table holds are taken in further passes.
 
 #include <algorithm>
@@ -89,14 +91,13 @@ struct OnesOf {
                                                uint32_t (&ones)[kPerLane]) const {
         uint32_t d[4];
         if constexpr (kWords == 4)
-            asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0, %1, %2, %3}, {%4, %5, %6, "
-                "%7},"
-                " {%8, %9}, {%10, %10, %10, %10};"
+            asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc"
+                " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                 : "r"(words[0]), "r"(words[2]), "r"(words[1]), "r"(words[3]), "r"(even), "r"(odd), "r"(0));
         else
-            asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0, %1, %2, %3}, {%4, %5}, {%6},"
-                " {%7, %7, %7, %7};"
+            asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc"
+                " {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                 : "r"(words[0]), "r"(kWords == 2 ? words[kWords - 1] : 0u), "r"(kNarrow ? even | odd : even),
                   "r"(0));
