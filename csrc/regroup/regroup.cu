@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     const int table_stride = capacity + 1;  // the last page stands for all that are not in the table
     __shared__ uint32_t whole_rows[kWindow];
     __shared__ uint8_t orders[kChoices][kWindow];
-    __shared__ int rounds[kChoices];
+    __shared__ int rounds[kChoices], live_groups, first_group;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 
     const auto clear_table = [&] {
@@ -365,8 +365,23 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         if (is_live) claim(first_page, thread, threads);
         __threadfence();
         named_barrier_sync(1, threads);
-        grid_dependency_launch();  // packing starts, and reads what was marked without waiting for this
-                                   // kernel
+        // Packing starts, and reads what was marked without waiting for this kernel.
+        grid_dependency_launch();
+        constexpr int kClearing = kWarps<kWindow> / 2;  // never among those that search
+        if (warp >= kClearing) {
+            const int live = p.counters[kLiveGroups];
+            for (int group = live + window * kClearing + warp - kClearing; group < p.max_groups;
+                 group += p.max_windows * kClearing)
+                clear_group(p, head, group, lane);
+            if (warp == kClearing && is_live && lane == 0) {
+                live_groups = live;
+                first_group = p.group_starts[request] + (window - first_window) * (kWindow / group_length);
+            }
+        }
+        if (!is_live) {
+            if (choice_out && threadIdx.x == 0) *choice_out = kOriginal;
+            return;
+        }
     } else if (warp == 0) {
         search<Mask, kWindow, kWindow / kWarp>(overlaps, whole_rows, 0, rows, group_length, tile, p.by_rounds,
                                                orders[kWhole], original);
@@ -376,16 +391,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
                                              group_length, tile, p.by_rounds, orders[kHalves] + first_row,
                                              original ? original + first_row : nullptr);
     }
-    grid_dependency_wait();
-    const int live_groups = p.counters[kLiveGroups];
-    for (int group = live_groups + window * kWarps<kWindow> + warp; group < p.max_groups;
-         group += p.max_windows * kWarps<kWindow>)
-        clear_group(p, head, group, lane);
-    if (!is_live) {
-        if (choice_out && threadIdx.x == 0) *choice_out = kOriginal;
-        return;
-    }
-    __syncthreads();
+    __syncthreads();  // what the other warps have waited for is there for all
 
     // Choice
     int choice = kWhole;
@@ -408,7 +414,6 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
 
     // Unions
     if (warp >= builders) return;
-    const int first_group = p.group_starts[request] + (window - first_window) * (kWindow / group_length);
     for (int g = warp; g * group_length < rows; g += builders) {
         const int first_slot = g * group_length, slots = min(rows - first_slot, group_length);
         const int group = first_group + g;
