@@ -151,9 +151,13 @@ __device__ void collect_pages(const PrepareParams& p, int slots, uint32_t* scrat
     __syncwarp();
 }
 
-// Writes the union of the group whose pages the warp has collected.
-__device__ inline void write_union(const PrepareParams& p, int head, int group, int slots,
-                                   uint32_t* scratch) {
+// Counts a union of so many rounds for the order of units, in one thread.
+__device__ inline void count_size(const PrepareParams& p, int rounds) {
+    atomicAdd(&p.counters[size_bin(rounds)], 1);
+}
+
+// Writes the union of the group whose pages the warp has collected; returns its rounds (Eq. 4).
+__device__ inline int write_union(const PrepareParams& p, int head, int group, int slots, uint32_t* scratch) {
     const int lane = threadIdx.x % kWarp, edges = slots * p.topk;
     const UnionScratch shared(p, scratch);
     const SlotOf slot_of(p.topk);
@@ -203,11 +207,9 @@ __device__ inline void write_union(const PrepareParams& p, int head, int group, 
         if (lane == 0) p.tile_counts[unit * p.tiles_per_group + tile] = pages;
         rounds += pages;
     }
-    if (lane == 0) {
-        p.union_counts[unit] = count;
-        atomicAdd(&p.counters[size_bin(rounds)], 1);
-    }
+    if (lane == 0) p.union_counts[unit] = count;
     __syncwarp();
+    return rounds;
 }
 
 }  // namespace pageweaver

@@ -54,9 +54,14 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(PrepareParams p) {
         if (p.max_packed > 0)
             for (int64_t i = first; i < slots; i += step) p.packed_slots[i] = -1;
         if (p.written_ids) {
-            const int64_t rows = int64_t{p.num_kv_heads} * p.total_q;
-            for (int64_t i = first; i < rows; i += step)
-                p.written_ids[i] = static_cast<int32_t>(i % p.total_q);
+            // A search writes the ids of all requests; those of rows past them stay as they are.
+            const int start = p.window > 0 ? min(max(p.cu_seqlens_q[p.batch_size], 0), p.total_q) : 0;
+            const int rows = p.total_q - start;
+            for (int64_t i = first; i < int64_t{p.num_kv_heads} * rows; i += step) {
+                const int64_t head = i / rows;
+                const int row = start + static_cast<int>(i - head * rows);
+                p.written_ids[head * p.total_q + row] = row;
+            }
         }
         return;
     }
@@ -113,7 +118,9 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
         }
     }
     pages_are_claimed();
-    if (is_live) write_union(p, head, group, slots, scratch);
+    if (!is_live) return;
+    const int rounds = write_union(p, head, group, slots, scratch);
+    if (lane == 0) count_size(p, rounds);
 }
 
 cudaError_t launch_build_unions(const PrepareParams& p, cudaStream_t stream) {
@@ -139,7 +146,7 @@ cudaError_t launch_regroup(const PrepareParams& params, cudaStream_t stream);
 cudaError_t launch_prepare(const PrepareParams& p, cudaStream_t stream) {
     if (p.max_groups == 0) return cudaSuccess;
     const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
-    const int64_t rows = int64_t{p.num_kv_heads} * p.total_q;
+    const int64_t rows = p.window > 0 ? 1 : int64_t{p.num_kv_heads} * p.total_q;
     const int64_t clearing = ((slots > rows ? slots : rows) + kPlanThreads - 1) / kPlanThreads;
     plan_groups<<<1 + static_cast<unsigned>(clearing < 264 ? clearing : 264), kPlanThreads, 0, stream>>>(p);
     cudaError_t error = cudaGetLastError();

@@ -45,6 +45,7 @@ constexpr int kPageStride = 8 * sizeof(Mask) + 4;
 
 // Slots after which a search may give up.
 constexpr int kSample = kWarp;
+constexpr int kGivenUp = 1 << 20;  // rounds, more than any window has
 
 // Orders of a window, as window_choices names them.
 enum Choice { kOriginal, kHalves, kWhole, kChoices };
@@ -123,11 +124,13 @@ __device__ int count_rounds(const Mask* overlaps, const uint32_t* whole_rows, co
 
 // One warp orders `rows` rows of the window from `first_row` on; kPerLane * 32 rows at most, neighbours in a
 // lane. Steps have no branch that lanes could take apart, and whatever does not lie between one minimum and
-// the next is written behind the load, in whose shadow it runs. `original`: where the search may give up,
-// which it does if its first slots need no fewer rounds than those of this order; it then takes this one.
+// the next is written behind the load, in whose shadow it runs.
+// original: where the search may give up; it does, and returns false, if its first slots need no fewer rounds
+// than those of this order. found: barriers or null; arrives at one for every group that is filled.
 template <typename Mask, int kWindow, int kPerLane>
-__device__ void search(const Mask* overlaps, const uint32_t* whole_rows, int first_row, int rows, int group,
-                       int subgroup, bool by_rounds, uint8_t* order, const uint8_t* original) {
+__device__ bool search(const Mask* overlaps, const uint32_t* whole_rows, int first_row, int rows, int group,
+                       int subgroup, bool by_rounds, const uint8_t* original, uint8_t* order,
+                       uint64_t* found) {
     using Keys = Key<Mask, kWindow>;
     constexpr int kWords = kPerLane * sizeof(Mask) / 4;
     const int lane = threadIdx.x % kWarp, own_row = first_row + lane * kPerLane;
@@ -198,11 +201,11 @@ __device__ void search(const Mask* overlaps, const uint32_t* whole_rows, int fir
             const auto count = [&](const uint8_t* rows_of) {
                 return count_rounds<Mask, kWindow>(overlaps, whole_rows, rows_of, lane, kSample, subgroup);
             };
-            if (count(order) < count(original)) continue;
-            for (int i = lane; i < rows; i += kWarp) order[i] = original[i];
-            break;
+            if (count(order) >= count(original)) return false;
         }
+        if (found && lane == 0) mbarrier_arrive(smem_address(found + first / group));
     }
+    return true;
 }
 
 // Bit k of transposed[r] is bit r of rows[k], in the lower and the upper 16 bits each.
@@ -238,7 +241,8 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     const int table_stride = capacity + 1;  // the last page stands for all that are not in the table
     __shared__ uint32_t whole_rows[kWindow];
     __shared__ uint8_t orders[kChoices][kWindow];
-    __shared__ int rounds[kChoices], live_groups, first_group;
+    __shared__ uint64_t found[kWarps<kWindow>];  // barriers: the window's own order has this group
+    __shared__ int rounds[kChoices], group_rounds[kWarps<kWindow>];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 
     const auto clear_table = [&] {
@@ -248,6 +252,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     clear_table();
     if (threadIdx.x < kWindow) orders[kOriginal][threadIdx.x] = static_cast<uint8_t>(threadIdx.x);
     if (threadIdx.x < kChoices) rounds[threadIdx.x] = 0;
+    if (threadIdx.x < kWarps<kWindow>) mbarrier_init(smem_address(&found[threadIdx.x]), 1);
 
     // Window. This kernel runs beside plan_groups until it needs what that one writes: of few requests it
     // counts the windows itself.
@@ -353,13 +358,16 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         clear_table();
     }
 
-    // Search, while other warps mark pages for packing
+    // Search
     const int tile = p.queries_per_tile, group_length = tile * p.tiles_per_group;
+    const int groups = (rows + group_length - 1) / group_length;
     constexpr int kHalf = 64;
-    const bool has_halves = kWindow > kHalf && choice_out && kHalf >= group_length;
-    const uint8_t* const original = choice_out ? orders[kOriginal] : nullptr;
-    const int searchers = !is_live ? 0 : has_halves ? 3 : 1;
-    if (warp >= searchers) {
+    const bool chooses = choice_out, has_halves = kWindow > kHalf && chooses && kHalf >= group_length;
+    const int searchers = !is_live ? 0 : has_halves ? 3 : 1, builder = warp - searchers;
+    const uint8_t* const original = chooses ? orders[kOriginal] : nullptr;
+    int live_groups = 0, first_group = 0;
+    if (builder >= 0) {
+        // Mark pages for packing
         grid_dependency_wait();
         const int thread = threadIdx.x - searchers * kWarp, threads = kThreads<kWindow> - searchers * kWarp;
         if (is_live) claim(first_page, thread, threads);
@@ -367,64 +375,82 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         named_barrier_sync(1, threads);
         // Packing starts, and reads what was marked without waiting for this kernel.
         grid_dependency_launch();
+        live_groups = p.counters[kLiveGroups];
         constexpr int kClearing = kWarps<kWindow> / 2;  // never among those that search
-        if (warp >= kClearing) {
-            const int live = p.counters[kLiveGroups];
-            for (int group = live + window * kClearing + warp - kClearing; group < p.max_groups;
-                 group += p.max_windows * kClearing)
-                clear_group(p, head, group, lane);
-            if (warp == kClearing && is_live && lane == 0) {
-                live_groups = live;
-                first_group = p.group_starts[request] + (window - first_window) * (kWindow / group_length);
-            }
-        }
+        for (int group = live_groups + window * kClearing + warp - kClearing;
+             warp >= kClearing && group < p.max_groups; group += p.max_windows * kClearing)
+            clear_group(p, head, group, lane);
         if (!is_live) {
             if (choice_out && threadIdx.x == 0) *choice_out = kOriginal;
             return;
         }
-    } else if (warp == 0) {
-        search<Mask, kWindow, kWindow / kWarp>(overlaps, whole_rows, 0, rows, group_length, tile, p.by_rounds,
-                                               orders[kWhole], original);
-    } else {
-        const int first_row = (warp - 1) * kHalf;
-        search<Mask, kWindow, kHalf / kWarp>(overlaps, whole_rows, first_row, min(rows - first_row, kHalf),
-                                             group_length, tile, p.by_rounds, orders[kHalves] + first_row,
-                                             original ? original + first_row : nullptr);
-    }
-    __syncthreads();  // what the other warps have waited for is there for all
-
-    // Choice
-    int choice = kWhole;
-    if (choice_out) {
-        for (int c = threadIdx.x / kWindow; c < kChoices; c += kThreads<kWindow> / kWindow) {
-            if (c == kHalves && !has_halves) continue;
-            const int part = count_rounds<Mask, kWindow>(overlaps, whole_rows, orders[c],
-                                                         threadIdx.x % kWindow, rows, tile);
-            if (lane == 0) atomicAdd(&rounds[c], part);
+        first_group = p.group_starts[request] + (window - first_window) * (kWindow / group_length);
+        for (int slot = thread; chooses && slot < kWindow; slot += threads) {
+            const int part = count_rounds<Mask, kWindow>(overlaps, whole_rows, original, slot, rows, tile);
+            if (lane == 0) atomicAdd(&rounds[kOriginal], part);
         }
+    } else if (warp == 0) {
+        if (!search<Mask, kWindow, kWindow / kWarp>(overlaps, whole_rows, 0, rows, group_length, tile,
+                                                    p.by_rounds, original, orders[kWhole], found) &&
+            lane == 0) {
+            atomicAdd(&rounds[kWhole], kGivenUp);
+            for (int g = max(kSample / group_length - 1, 0); g < groups; ++g)
+                mbarrier_arrive(smem_address(&found[g]));
+        }
+    } else {
+        const int first_row = (warp - 1) * kHalf, slots = min(rows - first_row, kHalf);
+        uint8_t* const order = orders[kHalves] + first_row;
+        if (!search<Mask, kWindow, kHalf / kWarp>(overlaps, whole_rows, first_row, slots, group_length, tile,
+                                                  p.by_rounds, original + first_row, order, nullptr))
+            for (int slot = lane; slot < slots; slot += kWarp) order[slot] = original[first_row + slot];
+        __syncwarp();
+#pragma unroll 1
+        for (int slot = lane; slot < kHalf; slot += kWarp) {
+            const int part = count_rounds<Mask, kWindow>(overlaps, whole_rows, order, slot, slots, tile);
+            if (lane == 0) atomicAdd(&rounds[kHalves], part);
+        }
+    }
+
+    // Unions, of groups as they are found; again, where another order turns out to be better
+    const int first_builder = builder < 0 || builder >= builders ? groups : builder;
+    const int step = min(builders, kWarps<kWindow> - searchers);
+    int choice = kWhole;
+    for (bool is_chosen = !chooses;; is_chosen = true) {
+#pragma unroll 1
+        for (int g = first_builder; g < groups; g += step) {
+            const int first_slot = g * group_length, slots = min(rows - first_slot, group_length);
+            const int group = first_group + g;
+            if (group >= live_groups) break;  // only where boundaries pass total_q
+            if (choice == kWhole) mbarrier_wait(smem_address(&found[g]), 0);
+            if (!is_chosen && rounds[kWhole] >= kGivenUp) break;
+            const uint8_t* const order = orders[choice] + first_slot;
+            if (head == 0 && lane == 0)
+                note_group(p, group, request, {span.first + first_slot, span.first + first_slot + slots});
+            for (int slot = lane; slot < slots; slot += kWarp)
+                p.written_ids[int64_t{head} * p.total_q + span.first + first_slot + slot] =
+                    span.first + order[slot];
+            uint32_t* const scratch = table + builder * union_words(p);
+            collect_pages(p, slots, scratch,
+                          [&](int slot, int column) { return pages[order[slot] * kStride + column]; });
+            const int found_rounds = write_union(p, head, group, slots, scratch);
+            if (lane > 0) continue;
+            if (is_chosen) {
+                count_size(p, found_rounds);
+            } else {
+                group_rounds[g] = found_rounds;
+                atomicAdd(&rounds[kWhole], found_rounds);
+            }
+        }
+        if (is_chosen) return;
         __syncthreads();
         choice = kOriginal;
         if (has_halves && rounds[kHalves] < rounds[choice]) choice = kHalves;
         if (rounds[kWhole] < rounds[choice]) choice = kWhole;
         if (threadIdx.x == 0) *choice_out = choice;
-    }
-    const uint8_t* const order = orders[choice];
-    if (threadIdx.x < rows)
-        p.written_ids[int64_t{head} * p.total_q + span.first + threadIdx.x] = span.first + order[threadIdx.x];
-
-    // Unions
-    if (warp >= builders) return;
-    for (int g = warp; g * group_length < rows; g += builders) {
-        const int first_slot = g * group_length, slots = min(rows - first_slot, group_length);
-        const int group = first_group + g;
-        if (group >= live_groups) break;  // only where boundaries pass total_q
-        if (head == 0 && lane == 0)
-            note_group(p, group, request, {span.first + first_slot, span.first + first_slot + slots});
-        uint32_t* const scratch = table + warp * union_words(p);
-        collect_pages(p, slots, scratch, [&](int slot, int column) {
-            return pages[order[first_slot + slot] * kStride + column];
-        });
-        write_union(p, head, group, slots, scratch);
+        if (choice != kWhole) continue;
+        for (int g = first_builder; g < groups && first_group + g < live_groups; g += step)
+            if (lane == 0) count_size(p, group_rounds[g]);
+        return;
     }
 }
 
