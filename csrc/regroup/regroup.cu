@@ -422,7 +422,8 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
             const int group = first_group + g;
             if (group >= live_groups) break;  // only where boundaries pass total_q
             if (choice == kWhole) mbarrier_wait(smem_address(&found[g]), 0);
-            if (!is_chosen && rounds[kWhole] >= kGivenUp) break;
+            // Lanes must agree: what they read may change meanwhile.
+            if (__any_sync(kAllLanes, !is_chosen && rounds[kWhole] >= kGivenUp)) break;
             const uint8_t* const order = orders[choice] + first_slot;
             if (head == 0 && lane == 0)
                 note_group(p, group, request, {span.first + first_slot, span.first + first_slot + slots});
@@ -433,10 +434,8 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
             collect_pages(p, slots, scratch,
                           [&](int slot, int column) { return pages[order[slot] * kStride + column]; });
             const int found_rounds = write_union(p, head, group, slots, scratch);
-            if (lane > 0) continue;
-            if (is_chosen) {
-                count_size(p, found_rounds);
-            } else {
+            if (lane == 0 && is_chosen) count_size(p, found_rounds);
+            if (lane == 0 && !is_chosen) {
                 group_rounds[g] = found_rounds;
                 atomicAdd(&rounds[kWhole], found_rounds);
             }
