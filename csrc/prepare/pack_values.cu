@@ -102,6 +102,7 @@ __global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, bool is
 cudaError_t launch_pack_values(const PrepareParams& p, bool is_claimed_early, cudaStream_t stream) {
     const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
     const int64_t pages = p.max_packed == 0 ? 0 : slots < 132 * 8 ? slots : 132 * 8;
+    if (const cudaError_t error = prefer_shared_memory(pack_values); error != cudaSuccess) return error;
     return launch_dependent(pack_values, 1, kOrderBlocks + pages, kThreads, 0, stream, p, is_claimed_early);
 }
 

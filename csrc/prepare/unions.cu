@@ -130,6 +130,7 @@ cudaError_t launch_build_unions(const PrepareParams& p, cudaStream_t stream) {
     int warps = kUnionWarps;
     while (warps > 1 && warps * warp_bytes > 48 * 1024) warps /= 2;
     const size_t shared = warps * warp_bytes;
+    if (const cudaError_t error = prefer_shared_memory(build_unions); error != cudaSuccess) return error;
     if (shared > 48 * 1024) {
         const cudaError_t error = cudaFuncSetAttribute(
             build_unions, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
@@ -148,8 +149,10 @@ cudaError_t launch_prepare(const PrepareParams& p, cudaStream_t stream) {
     const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
     const int64_t rows = p.window > 0 ? 1 : int64_t{p.num_kv_heads} * p.total_q;
     const int64_t clearing = ((slots > rows ? slots : rows) + kPlanThreads - 1) / kPlanThreads;
+    cudaError_t error = prefer_shared_memory(plan_groups);
+    if (error != cudaSuccess) return error;
     plan_groups<<<1 + static_cast<unsigned>(clearing < 264 ? clearing : 264), kPlanThreads, 0, stream>>>(p);
-    cudaError_t error = cudaGetLastError();
+    error = cudaGetLastError();
     if (error == cudaSuccess)
         error = p.window > 0 ? launch_regroup(p, stream) : launch_build_unions(p, stream);
     return error == cudaSuccess ? launch_pack_values(p, true, stream) : error;

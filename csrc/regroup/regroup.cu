@@ -465,8 +465,10 @@ cudaError_t launch(const PrepareParams& p, cudaStream_t stream) {
     const int64_t builders = std::min<int64_t>(
         {kWindow / (p.queries_per_tile * p.tiles_per_group), kWarps<kWindow>, free / scratch});
     const int64_t shared = kFixed + std::max((capacity + 1) * kPageBytes, builders * scratch);
-    const cudaError_t error = cudaFuncSetAttribute(
-        regroup<Mask, kWindow>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    cudaError_t error = prefer_shared_memory(regroup<Mask, kWindow>);
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(regroup<Mask, kWindow>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     static_cast<int>(shared));
     if (error != cudaSuccess) return error;
     return launch_dependent(regroup<Mask, kWindow>, 1, int64_t{p.num_kv_heads} * p.max_windows,
                             kThreads<kWindow>, shared, stream, p, static_cast<int>(capacity),
