@@ -47,6 +47,7 @@ __device__ void order_units(const PrepareParams& p) {
 }
 
 __global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, bool is_claimed_early) {
+    grid_dependency_launch();  // what follows sets up meanwhile, and waits for this kernel before it reads
     if (!is_claimed_early || blockIdx.x < kOrderBlocks) grid_dependency_wait();
     if (blockIdx.x < kOrderBlocks) {
         order_units(p);

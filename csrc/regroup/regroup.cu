@@ -215,9 +215,9 @@ __device__ __forceinline__ void transpose_16x32(uint32_t (&rows)[16]) {
 #pragma unroll
         for (int r = 0; r < 16; ++r) {
             if (r & kDistance) continue;
-            const uint32_t other = ((rows[r] >> kDistance) ^ rows[r + kDistance]) & mask;
-            rows[r + kDistance] ^= other;
-            rows[r] ^= other << kDistance;
+            const uint32_t low = rows[r], high = rows[r + kDistance];
+            rows[r] = (low & mask) | (high << kDistance & ~mask);
+            rows[r + kDistance] = (low >> kDistance & mask) | (high & ~mask);
         }
     };
     exchange(std::integral_constant<int, 8>{}, 0x00ff00ffu);
