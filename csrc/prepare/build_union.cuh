@@ -8,15 +8,6 @@
 
 namespace pageweaver {
 
-__device__ inline int warp_inclusive_sum(int value, int lane) {
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-        const int other = __shfl_up_sync(kAllLanes, value, step);
-        if (lane >= step) value += other;
-    }
-    return value;
-}
-
 // The last request whose first group, or window, is not past `unit`.
 __device__ inline int request_of(const int32_t* starts, int batch_size, int unit) {
     int request = 0;
