@@ -123,8 +123,8 @@ __device__ int count_rounds(const Mask* overlaps, const uint32_t* whole_rows, co
 }
 
 // One warp orders `rows` rows of the window from `first_row` on; kPerLane * 32 rows at most, neighbours in a
-// lane. Steps have no branch that lanes could take apart, and whatever does not lie between one minimum and
-// the next is written behind the load, in whose shadow it runs.
+// lane. Steps have no branch that lanes could take apart, and what does not lie between one minimum and the
+// next stands behind the load and the product, in whose shadows it runs.
 // original: where the search may give up; it does, and returns false, if its first slots need no fewer rounds
 // than those of this order. found: barriers or null; arrives at one for every group that is filled.
 template <typename Mask, int kWindow, int kPerLane>
@@ -136,33 +136,38 @@ __device__ bool search(const Mask* overlaps, const uint32_t* whole_rows, int fir
     const int lane = threadIdx.x % kWarp, own_row = first_row + lane * kPerLane;
     const uint8_t* const lane_overlaps = reinterpret_cast<const uint8_t*>(overlaps + own_row);
     const OnesOf<Mask, kPerLane> ones_of(lane);
-    uint32_t whole[kWords] = {}, start[kPerLane], base[kPerLane], words[kWords], left[kWords];
+    uint32_t whole[kWords] = {}, whole_costs[kPerLane], base[kPerLane], words[kWords], left[kWords];
 #pragma unroll
     for (int q = 0; q < kPerLane; ++q) {
         const bool exists = lane * kPerLane + q < rows;
         const uint32_t row = exists ? whole_rows[own_row + q] : 0;
         whole[q * kWords / kPerLane] |= row << (q * 32 * kWords / kPerLane % 32);
         base[q] = (exists ? 0 : kTaken) | (own_row + q) * Keys::kRow;
-        start[q] = __popc(row) * Keys::kGroupCost + base[q];
+        whole_costs[q] = __popc(row) * Keys::kGroupCost;
     }
     int slot = 0;
+    uint32_t row = kTaken;
     // Fills a slot with the row of the smallest key, and fetches what the rows share with that one.
     const auto take = [&](uint32_t key) {
-        const uint32_t row = __reduce_min_sync(kAllLanes, key) & Keys::kRows;
+        row = __reduce_min_sync(kAllLanes, key) & Keys::kRows;
         load_words(lane_overlaps + row, words);
         order[slot++] = static_cast<uint8_t>(row / Keys::kRow);
+    };
+    // The row just taken is no candidate any more.
+    const auto retire = [&] {
 #pragma unroll
         for (int q = 0; q < kPerLane; ++q) {
-            if (base[q] == row) base[q] |= kTaken, start[q] |= kTaken;
+            if (base[q] == row) base[q] |= kTaken;
         }
     };
     rows = __reduce_max_sync(kAllLanes, rows);  // the compiler then knows that lanes agree
     for (int last = 0; last < rows;) {
         const int first = last;
         last = min(first + group, rows);
+        retire();
         uint32_t key = 0xffffffffu;
 #pragma unroll
-        for (int q = 0; q < kPerLane; ++q) key = min(key, start[q]);
+        for (int q = 0; q < kPerLane; ++q) key = min(key, whole_costs[q] + base[q]);
 #pragma unroll
         for (int w = 0; w < kWords; ++w) left[w] = whole[w];
         take(key);
@@ -174,6 +179,7 @@ __device__ bool search(const Mask* overlaps, const uint32_t* whole_rows, int fir
             for (int w = 0; w < kWords; ++w) left[w] &= ~words[w];
             uint32_t ones[kPerLane];
             ones_of(left, ones);
+            retire();
             key = 0xffffffffu;
 #pragma unroll
             for (int q = 0; q < kPerLane; ++q) key = min(key, ones[q] * Keys::kGroupCost + base[q]);
@@ -189,6 +195,7 @@ __device__ bool search(const Mask* overlaps, const uint32_t* whole_rows, int fir
             uint32_t ones[kPerLane], ones_subgroup[kPerLane];
             ones_of(left_subgroup, ones_subgroup);
             ones_of(left, ones);
+            retire();
             key = 0xffffffffu;
 #pragma unroll
             for (int q = 0; q < kPerLane; ++q)
