@@ -15,9 +15,10 @@
 // in a table of row masks (bit = row), then 16 x 32 bit transposes of it into overlaps. It needs nothing of
 // plan_groups and runs beside it; marking pages for packing, which does, is for the warps that do not search.
 //
-// Where the call may choose (window_choices), three warps search a window of 128 and its two halves at once,
-// and the window takes the order with the fewest rounds (Eq. 4) of these and the original one. A search that
-// gains nothing in its first slots gives up.
+// Where the call may choose (window_choices), three warps search a window of 128 and its two halves at once.
+// A search that gains nothing in its first slots gives up. Unions are built in the window's own order as it
+// is found; that of its halves or the original one takes its place where it gave up or has far more rounds
+// (Eq. 4).
 //
 // Shared memory: overlaps 32 KiB (window 128, topk 16; up to 64), pages 10 KiB, table 16 bytes a page, reused
 // as scratch of the unions. Pages beyond what the table holds are taken in further passes.
@@ -449,9 +450,9 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         }
         if (is_chosen) return;
         __syncthreads();
-        choice = kOriginal;
-        if (has_halves && rounds[kHalves] < rounds[choice]) choice = kHalves;
-        if (rounds[kWhole] < rounds[choice]) choice = kWhole;
+        // Building again holds up the whole call: it has to be worth it.
+        const int other = has_halves && rounds[kHalves] < rounds[kOriginal] ? kHalves : kOriginal;
+        if (16 * rounds[other] < 15 * rounds[kWhole]) choice = other;
         if (threadIdx.x == 0) *choice_out = choice;
         if (choice != kWhole) continue;
         for (int g = first_builder; g < groups && first_group + g < live_groups; g += step)

@@ -130,11 +130,12 @@ class RegroupW128(OnlineRegroup):
 class Auto(OnlineRegroup):
     """In every window of 128 queries the original order, that of W64, or that of W128.
 
-    The device searches and takes the one with the fewest rounds (Eq. 4), the work of the kernel; ties go to
-    the earlier. A search, of a window of 128 or of a half, whose first 32 slots need no fewer rounds than
-    those of the original order gives up and keeps that one. ``schedule.window_choices``, int32
-    ``[num_kv_heads, max_windows]``, says 0, 1 or 2 for what each window took, windows of a request after
-    those of the one before.
+    A search, of a window or of one of its halves (W64), gives up and keeps the original order if its first 32
+    slots need no fewer rounds (Eq. 4, the work of the kernel) than those of that one. A window takes its own
+    order (W128); if that search gave up, or if another order saves a sixteenth of its rounds, that one of
+    the original order and the halves' with fewer rounds, the original at a tie.
+    ``schedule.window_choices``, int32 ``[num_kv_heads, max_windows]``, says 0 (original), 1 (halves) or 2
+    (its own), windows of a request after those of the one before.
     """
 
     name = "auto"
@@ -157,23 +158,27 @@ class Auto(OnlineRegroup):
         def rounds(head: int, order: torch.Tensor, slots: slice) -> int:
             return count_rounds(support[head, order[head, slots].numpy()], problem.queries_per_tile)
 
-        orders = {0: original}
-        for choice, length in enumerate(WINDOWS, 1):
+        def gives_up(head: int, order: torch.Tensor, window: slice) -> bool:
+            first = slice(window.start, window.start + SAMPLE)
+            return first.stop <= window.stop and rounds(head, order, first) >= rounds(head, original, first)
+
+        orders = [original]  # choice -> order; that of the halves only where they hold a group
+        for length in WINDOWS:
             if length >= self.queries_per_group(problem):
-                order = orders[choice] = self._search(problem, length).cpu()
-                for head, window in product(range(len(order)), _windows(boundaries, length)):
-                    sample = slice(window.start, window.start + SAMPLE)
-                    if sample.stop > window.stop:
-                        continue
-                    if rounds(head, order, sample) >= rounds(head, original, sample):
-                        order[head, window] = original[head, window]
+                orders.append(self._search(problem, length).cpu())
+        for head, half in product(range(len(original)), _windows(boundaries, WINDOWS[0])):
+            if len(orders) == 3 and gives_up(head, orders[1], half):
+                orders[1][head, half] = original[head, half]
         ids = original.clone()
         choices.zero_()
         for head in range(len(ids)):
             for index, window in enumerate(_windows(boundaries, self.window)):
-                best = min(orders, key=lambda choice: rounds(head, orders[choice], window))
-                choices[head, index] = best
-                ids[head, window] = orders[best][head, window]
+                *counts, own = (rounds(head, order, window) for order in orders)
+                choice, other = 2, counts.index(min(counts))
+                if gives_up(head, orders[-1], window) or 16 * counts[other] < 15 * own:
+                    choice = other
+                choices[head, index] = choice
+                ids[head, window] = (orders[-1] if choice == 2 else orders[other])[head, window]
         return ids.to(problem.device)
 
 
