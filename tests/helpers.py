@@ -264,6 +264,22 @@ def paged_case(
     )
 
 
+def choices_problem(device: str | torch.device = "cpu") -> pw.AttentionProblem:
+    """Four windows of 128 queries for which `auto` chooses 0, 1, 2 and, though the search went on, 0 or 1."""
+    alike, turns = torch.arange(4).repeat(128, 1), torch.arange(4).repeat(128, 1)
+    turns[::2] += 4
+    # Tiles of neighbours with other pages strewn in: the greedy takes what is cheap and leaves a costly rest.
+    rng = torch.Generator().manual_seed(8)
+    strewn = torch.rand(128, 4, generator=rng) < 0.1
+    trap = torch.randint(60, (32, 4), generator=rng).repeat_interleave(4, dim=0)
+    trap = torch.where(strewn, torch.randint(60, (128, 4), generator=rng), trap)
+    trap[:9] = trap[:9][torch.randperm(9, generator=rng)]
+    problem = random_problem(lengths=(512,), prefixes=(9000,), topk=4, device=device)
+    ids = torch.full(problem.q2k_indices.shape, -1, dtype=torch.int32)
+    ids[0, :512] = torch.cat([alike, alike[:64], turns[:64], turns, trap])
+    return replaced(problem, q2k_indices=ids.to(device))
+
+
 def random_problem(
     *,
     lengths: Sequence[int] = (21, 1, 0, 34),

@@ -9,28 +9,45 @@ import torch
 
 import pageweaver as pw
 from pageweaver.common.supports import preset
+from pageweaver.strategies.regroup.online import count_rounds
 
-from .helpers import random_problem
+from .helpers import choices_problem, random_problem
 
 
 @pytest.mark.parametrize("objective", ["visits", "rounds"])
 @pytest.mark.parametrize("name", ["low", "high", "interleaved"])
-def test_takes_the_best_of_three(name: str, objective: str) -> None:
-    """Each window has the fewest rounds that the three orders give, so their sum is at most each one's."""
+def test_takes_one_of_three(name: str, objective: str) -> None:
+    """Each window has the order that it says; all together are as good as the best order for all."""
     problem = pw.make_problem(preset(name, total_q=700, prefix=9000))
     strategy = pw.load("auto", objective=objective)
     schedule: Any = strategy.prepare(problem)
-    choices = schedule.window_choices
-    assert choices.shape == (1, 6)
+    assert schedule.window_choices.shape == (1, 6)
     others = [pw.load("union8")] + [
         pw.load(other, objective=objective) for other in ("regroup_w64", "regroup_w128")
     ]
-    ids = torch.stack([other.prepare(problem).query_ids for other in others])
-    for window, choice in enumerate(choices[0].tolist()):
-        slots = slice(window * 128, (window + 1) * 128)
-        assert torch.equal(schedule.query_ids[0, slots], ids[choice, 0, slots])
-    rounds = [other.work(problem).rounds for other in others]
-    assert strategy.work(problem).rounds <= min(rounds)
+    ids = torch.stack([other.prepare(problem).query_ids[0] for other in others])
+    for window, choice in enumerate(schedule.window_choices[0].tolist()):
+        for half in range(window * 128, min((window + 1) * 128, 700), 64):
+            slots = slice(half, min(half + 64, 700))
+            # One of the halves may have given up.
+            allowed = (0, 1) if choice == 1 else (choice,)
+            assert any(torch.equal(schedule.query_ids[0, slots], ids[k, slots]) for k in allowed)
+    # What saves less than building unions again costs is left.
+    assert strategy.work(problem).rounds <= 1.005 * min(other.work(problem).rounds for other in others)
+
+
+@pytest.mark.parametrize("objective", ["visits", "rounds"])
+def test_every_way_to_choose(objective: str) -> None:
+    problem = choices_problem()
+    schedule: Any = pw.load("auto", objective=objective).prepare(problem)
+    assert schedule.window_choices[0, :3].tolist() == [0, 1, 2]
+    assert torch.equal(schedule.query_ids[0, :192], torch.arange(192, dtype=torch.int32))
+    # In the last window the search saves rounds at first, and goes on.
+    assert schedule.window_choices[0, 3] != 2
+    found: Any = pw.load("regroup_w128", objective=objective).prepare(problem)
+    support = problem.support[0].numpy()
+    assert count_rounds(support[found.query_ids[0, 384:416]], 4) < count_rounds(support[384:416], 4)
+    assert count_rounds(support[found.query_ids[0, 384:512]], 4) > count_rounds(support[384:512], 4)
 
 
 def test_original_order_wins_ties() -> None:

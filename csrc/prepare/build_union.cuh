@@ -8,15 +8,6 @@
 
 namespace pageweaver {
 
-__device__ inline int warp_inclusive_sum(int value, int lane) {
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-        const int other = __shfl_up_sync(kAllLanes, value, step);
-        if (lane >= step) value += other;
-    }
-    return value;
-}
-
 // The last request whose first group, or window, is not past `unit`.
 __device__ inline int request_of(const int32_t* starts, int batch_size, int unit) {
     int request = 0;
@@ -37,10 +28,10 @@ struct Span {
     int first, last;
 };
 
-__device__ inline Span span_of(const PrepareParams& p, const int32_t* starts, int request, int unit,
-                               int length) {
+// `unit`: of the request.
+__device__ inline Span span_of(const PrepareParams& p, int request, int unit, int length) {
     // Boundaries that pass total_q are refused in debug mode; here they must not lead out of the tensors.
-    const int begin = p.cu_seqlens_q[request] + (unit - starts[request]) * length;
+    const int begin = p.cu_seqlens_q[request] + unit * length;
     const int first = min(max(begin, 0), p.total_q);
     return {first, max(first, min(min(first + length, p.cu_seqlens_q[request + 1]), p.total_q))};
 }
@@ -151,9 +142,13 @@ __device__ void collect_pages(const PrepareParams& p, int slots, uint32_t* scrat
     __syncwarp();
 }
 
-// Writes the union of the group whose pages the warp has collected.
-__device__ inline void write_union(const PrepareParams& p, int head, int group, int slots,
-                                   uint32_t* scratch) {
+// Counts a union of so many rounds for the order of units, in one thread.
+__device__ inline void count_size(const PrepareParams& p, int rounds) {
+    atomicAdd(&p.counters[size_bin(rounds)], 1);
+}
+
+// Writes the union of the group whose pages the warp has collected; returns its rounds (Eq. 4).
+__device__ inline int write_union(const PrepareParams& p, int head, int group, int slots, uint32_t* scratch) {
     const int lane = threadIdx.x % kWarp, edges = slots * p.topk;
     const UnionScratch shared(p, scratch);
     const SlotOf slot_of(p.topk);
@@ -203,11 +198,9 @@ __device__ inline void write_union(const PrepareParams& p, int head, int group, 
         if (lane == 0) p.tile_counts[unit * p.tiles_per_group + tile] = pages;
         rounds += pages;
     }
-    if (lane == 0) {
-        p.union_counts[unit] = count;
-        atomicAdd(&p.counters[size_bin(rounds)], 1);
-    }
+    if (lane == 0) p.union_counts[unit] = count;
     __syncwarp();
+    return rounds;
 }
 
 }  // namespace pageweaver

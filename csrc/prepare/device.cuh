@@ -19,6 +19,15 @@ constexpr int kCounters = kPackedCount + 5;
 // A packed slot that one warp has claimed and not numbered yet.
 constexpr int kClaimed = -2;
 
+__device__ inline int warp_inclusive_sum(int value, int lane) {
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+        const int other = __shfl_up_sync(kAllLanes, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
 // Bits of one tile's queries in a group's membership words.
 __device__ __forceinline__ uint64_t tile_mask(const uint32_t* words, int tile, int queries_per_tile) {
     if (queries_per_tile == 64) return (uint64_t{words[2 * tile + 1]} << 32) | words[2 * tile];

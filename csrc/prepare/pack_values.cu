@@ -20,33 +20,38 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kOrderBlocks = 8;
 
-// Counting sort by bin; the order inside a bin is free, since results do not depend on it.
+// Counting sort by bin; the order inside a bin is free, since results do not depend on it. Sizes are on their
+// way while bins are summed: this stands between the last union and the attention kernel.
 __device__ void order_units(const PrepareParams& p) {
-    __shared__ int bin_end[kSizeBins];
+    __shared__ int bin_begin[kSizeBins], warp_sums[kThreads / kWarp];
     static_assert(kThreads == kSizeBins, "a thread a bin");
-    bin_end[threadIdx.x] = p.counters[threadIdx.x];
-    __syncthreads();
-    for (int step = 1; step < kSizeBins; step *= 2) {
-        const int before = threadIdx.x >= step ? bin_end[threadIdx.x - step] : 0;
-        __syncthreads();
-        bin_end[threadIdx.x] += before;
-        __syncthreads();
-    }
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int in_bin = p.counters[threadIdx.x], live_groups = p.counters[kLiveGroups];
     const int64_t units = int64_t{p.num_kv_heads} * p.max_groups;
-    const int live_groups = p.counters[kLiveGroups];
-    for (int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x; unit < units;
-         unit += int64_t{kOrderBlocks} * kThreads) {
-        if (unit % p.max_groups >= live_groups) continue;
+    const auto bin_of = [&](int64_t unit) {
+        if (unit >= units || unit % p.max_groups >= live_groups) return -1;
         int pages = 0;
         for (int tile = 0; tile < p.tiles_per_group; ++tile)
             pages += p.tile_counts[unit * p.tiles_per_group + tile];
-        const int bin = size_bin(pages);
-        const int place = (bin > 0 ? bin_end[bin - 1] : 0) + atomicAdd(&p.counters[kSizeBins + bin], 1);
-        p.unit_order[place] = static_cast<int32_t>(unit);
-    }
+        return size_bin(pages);
+    };
+    int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+    int bin = bin_of(unit);
+    const int end = warp_inclusive_sum(in_bin, lane);
+    if (lane == kWarp - 1) warp_sums[warp] = end;
+    __syncthreads();
+    int before = 0;
+    for (int w = 0; w < warp; ++w) before += warp_sums[w];
+    bin_begin[threadIdx.x] = before + end - in_bin;
+    __syncthreads();
+    for (; unit < units; unit += int64_t{kOrderBlocks} * kThreads, bin = bin_of(unit))
+        if (bin >= 0)
+            p.unit_order[bin_begin[bin] + atomicAdd(&p.counters[kSizeBins + bin], 1)] =
+                static_cast<int32_t>(unit);
 }
 
 __global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, bool is_claimed_early) {
+    grid_dependency_launch();  // what follows sets up meanwhile, and waits for this kernel before it reads
     if (!is_claimed_early || blockIdx.x < kOrderBlocks) grid_dependency_wait();
     if (blockIdx.x < kOrderBlocks) {
         order_units(p);
@@ -102,6 +107,7 @@ __global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, bool is
 cudaError_t launch_pack_values(const PrepareParams& p, bool is_claimed_early, cudaStream_t stream) {
     const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
     const int64_t pages = p.max_packed == 0 ? 0 : slots < 132 * 8 ? slots : 132 * 8;
+    if (const cudaError_t error = prefer_shared_memory(pack_values); error != cudaSuccess) return error;
     return launch_dependent(pack_values, 1, kOrderBlocks + pages, kThreads, 0, stream, p, is_claimed_early);
 }
 

@@ -46,6 +46,7 @@ __device__ int scan_requests(const PrepareParams& p, int length, int32_t* starts
 }
 
 __global__ void __launch_bounds__(kPlanThreads) plan_groups(PrepareParams p) {
+    grid_dependency_launch();  // the next kernel waits where it needs what this one writes
     if (blockIdx.x > 0) {
         const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
         const int64_t first = int64_t{blockIdx.x - 1} * kPlanThreads + threadIdx.x;
@@ -53,9 +54,14 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(PrepareParams p) {
         if (p.max_packed > 0)
             for (int64_t i = first; i < slots; i += step) p.packed_slots[i] = -1;
         if (p.written_ids) {
-            const int64_t rows = int64_t{p.num_kv_heads} * p.total_q;
-            for (int64_t i = first; i < rows; i += step)
-                p.written_ids[i] = static_cast<int32_t>(i % p.total_q);
+            // A search writes the ids of all requests; those of rows past them stay as they are.
+            const int start = p.window > 0 ? min(max(p.cu_seqlens_q[p.batch_size], 0), p.total_q) : 0;
+            const int rows = p.total_q - start;
+            for (int64_t i = first; i < int64_t{p.num_kv_heads} * rows; i += step) {
+                const int64_t head = i / rows;
+                const int row = start + static_cast<int>(i - head * rows);
+                p.written_ids[head * p.total_q + row] = row;
+            }
         }
         return;
     }
@@ -86,7 +92,8 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
     int slots = 0;
     if (is_live) {
         const int request = request_of(p.group_starts, p.batch_size, group);
-        const Span span = span_of(p, p.group_starts, request, group, p.queries_per_tile * p.tiles_per_group);
+        const Span span =
+            span_of(p, request, group - p.group_starts[request], p.queries_per_tile * p.tiles_per_group);
         slots = span.last - span.first;
         if (head == 0 && lane == 0) note_group(p, group, request, span);
         if (lane == 0) first_places[warp] = (int64_t{head} * p.batch_size + request) * p.max_pages;
@@ -111,7 +118,9 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
         }
     }
     pages_are_claimed();
-    if (is_live) write_union(p, head, group, slots, scratch);
+    if (!is_live) return;
+    const int rounds = write_union(p, head, group, slots, scratch);
+    if (lane == 0) count_size(p, rounds);
 }
 
 cudaError_t launch_build_unions(const PrepareParams& p, cudaStream_t stream) {
@@ -121,6 +130,7 @@ cudaError_t launch_build_unions(const PrepareParams& p, cudaStream_t stream) {
     int warps = kUnionWarps;
     while (warps > 1 && warps * warp_bytes > 48 * 1024) warps /= 2;
     const size_t shared = warps * warp_bytes;
+    if (const cudaError_t error = prefer_shared_memory(build_unions); error != cudaSuccess) return error;
     if (shared > 48 * 1024) {
         const cudaError_t error = cudaFuncSetAttribute(
             build_unions, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
@@ -137,10 +147,12 @@ cudaError_t launch_regroup(const PrepareParams& params, cudaStream_t stream);
 cudaError_t launch_prepare(const PrepareParams& p, cudaStream_t stream) {
     if (p.max_groups == 0) return cudaSuccess;
     const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
-    const int64_t rows = int64_t{p.num_kv_heads} * p.total_q;
+    const int64_t rows = p.window > 0 ? 1 : int64_t{p.num_kv_heads} * p.total_q;
     const int64_t clearing = ((slots > rows ? slots : rows) + kPlanThreads - 1) / kPlanThreads;
+    cudaError_t error = prefer_shared_memory(plan_groups);
+    if (error != cudaSuccess) return error;
     plan_groups<<<1 + static_cast<unsigned>(clearing < 264 ? clearing : 264), kPlanThreads, 0, stream>>>(p);
-    cudaError_t error = cudaGetLastError();
+    error = cudaGetLastError();
     if (error == cudaSuccess)
         error = p.window > 0 ? launch_regroup(p, stream) : launch_build_unions(p, stream);
     return error == cudaSuccess ? launch_pack_values(p, true, stream) : error;

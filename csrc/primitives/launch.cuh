@@ -26,6 +26,14 @@ inline cudaError_t count_multiprocessors(int& count) {
                                 : error;
 }
 
+// Asks for the division of L1 and shared memory that the attention kernels need: a multiprocessor has to
+// drain before it divides anew, so kernels that follow one another with another division cannot overlap.
+template <typename Kernel>
+cudaError_t prefer_shared_memory(Kernel* kernel) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                cudaSharedmemCarveoutMaxShared);
+}
+
 // Launches `kernel` in clusters of `cluster` CTAs so that it may start, up to its grid_dependency_wait, while
 // the kernel before it drains.
 template <typename... Parameters, typename... Arguments>

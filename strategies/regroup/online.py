@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +15,9 @@ from pageweaver.common.strategy import Layout, register
 from pageweaver.strategies.query_union import QueryUnion
 from pageweaver.strategies.query_union.cuda import OBJECTIVES, WINDOWS, Search, max_windows
 from pageweaver.strategies.regroup.greedy import greedy_order
+
+# Slots after which a search of `auto` may give up; as csrc/regroup has it.
+SAMPLE = 32
 
 
 def greedy_query_ids(
@@ -127,11 +130,14 @@ class RegroupW128(OnlineRegroup):
 class Auto(OnlineRegroup):
     """In every window of 128 queries the original order, that of W64, or that of W128.
 
-    The device searches all three and takes the one with the fewest rounds (Eq. 4) of full tiles, the work
-    of the kernel; ties go to the earlier. A call so small that a tile holds one query (`tile_queries`) has
-    the same rounds in any order, and keeps the original one without a search.
-    ``schedule.window_choices``, int32 ``[num_kv_heads, max_windows]``, says 0, 1 or 2 for what each window
-    took, windows of a request after those of the one before.
+    A search, of a window or of one of its halves (W64), gives up and keeps the original order if its first 32
+    slots need no fewer rounds (Eq. 4, the work of the kernel) than those of that one. A window takes its own
+    order (W128); if that search gave up, or if another order saves a sixteenth of its rounds, that one of
+    the original order and the halves' with fewer rounds, the original at a tie.
+    ``schedule.window_choices``, int32 ``[num_kv_heads, max_windows]``, says 0 (original), 1 (halves) or 2
+    (its own), windows of a request after those of the one before. A call so small that a tile
+    holds one query (`tile_queries`) has the same rounds in any order, and keeps the original one without a
+    search. Rounds are those of full tiles.
     """
 
     name = "auto"
@@ -152,28 +158,40 @@ class Auto(OnlineRegroup):
         if backend == "cuda":
             return Search(self.window, self.objective, choices)
         original = torch.arange(problem.total_q, dtype=torch.int32).expand(problem.num_kv_heads, -1)
-        orders = {0: original}
-        for choice, length in enumerate(WINDOWS, 1):
+        boundaries, support = problem.cu_seqlens_q.tolist(), problem.support.cpu().numpy()
+
+        def rounds(head: int, order: torch.Tensor, slots: slice) -> int:
+            return count_rounds(support[head, order[head, slots].numpy()], problem.queries_per_tile)
+
+        def gives_up(head: int, order: torch.Tensor, window: slice) -> bool:
+            first = slice(window.start, window.start + SAMPLE)
+            return first.stop <= window.stop and rounds(head, order, first) >= rounds(head, original, first)
+
+        orders = [original]  # choice -> order; that of the halves only where they hold a group
+        for length in WINDOWS:
             if length >= self.queries_per_group(problem):
-                orders[choice] = self._search(problem, length).cpu()
-        support = problem.support.cpu().numpy()
+                orders.append(self._search(problem, length).cpu())
+        for head, half in product(range(len(original)), _windows(boundaries, WINDOWS[0])):
+            if len(orders) == 3 and gives_up(head, orders[1], half):
+                orders[1][head, half] = original[head, half]
         ids = original.clone()
         choices.zero_()
-        for head in range(problem.num_kv_heads):
-            windows = (
-                slice(start, min(start + self.window, last))
-                for first, last in pairwise(problem.cu_seqlens_q.tolist())
-                for start in range(first, last, self.window)
-            )
-            for index, window in enumerate(windows):
-                rounds = {
-                    choice: count_rounds(support[head, order[head, window].numpy()], problem.queries_per_tile)
-                    for choice, order in orders.items()
-                }
-                best = min(rounds, key=rounds.__getitem__)
-                choices[head, index] = best
-                ids[head, window] = orders[best][head, window]
+        for head in range(len(ids)):
+            for index, window in enumerate(_windows(boundaries, self.window)):
+                *counts, own = (rounds(head, order, window) for order in orders)
+                choice, other = 2, counts.index(min(counts))
+                if gives_up(head, orders[-1], window) or 16 * counts[other] < 15 * own:
+                    choice = other
+                choices[head, index] = choice
+                ids[head, window] = (orders[-1] if choice == 2 else orders[other])[head, window]
         return ids.to(problem.device)
+
+
+def _windows(boundaries: Sequence[int], length: int) -> Iterator[slice]:
+    """Slots of each search window, request after request."""
+    for first, last in pairwise(boundaries):
+        for start in range(first, last, length):
+            yield slice(start, min(start + length, last))
 
 
 def count_rounds(pages: NDArray[np.int64], queries_per_tile: int) -> int:
