@@ -150,7 +150,7 @@ def test_compare_without_arguments_takes_the_real_captures(tmp_path: Path) -> No
         ("search SMALL:synthetic.mid --output ids --seconds inf", "Error: seconds: got inf"),
         (
             "search SMALL:synthetic.mid --output ids --seconds 1 --resume",
-            "Error: path: got 'ids', supported: safetensors files of format",
+            "Error: path: got 'ids', supported: an existing file of ids",
         ),
         ("search SMALL:synthetic.mid --output text.txt --seconds 1 --resume", "Error: path: got 'text.txt'"),
         (

@@ -94,9 +94,13 @@ class OfflineIds:
 
         Raises
         ------
+        FileNotFoundError
+            No such file.
         ValueError
             The file is not one of these.
         """
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"path: got {os.fspath(path)!r}, supported: an existing file of ids")
         try:
             with safe_open(os.fspath(path), framework="numpy") as stream:
                 header = json.loads((stream.metadata() or {}).get("pageweaver", "{}"))
