@@ -2,9 +2,10 @@
 // The same lists as strategies/page_union/pairing.py makes, place for place.
 //
 //   size_lists    one warp a page: its place in packed_v, list sizes, members before each block of 256
-//   queries, units of each class order_units   one warp a class: places of units and of their members, by
-//   class and then by list fill_lists    one warp a query: each edge finds its list, its rank there by
-//   counting bits, and its slot
+//                 queries, units of each class
+//   order_units   one warp a class: places of units and of their members, pairs first, then single pages
+//                 round after round; of each by class and then by list
+//   fill_lists    one warp a query: each edge finds its list, its rank there by counting bits, and its slot
 //
 // A page is read once or twice by a warp, a query once; nothing is sorted, and no order is left to chance.
 
