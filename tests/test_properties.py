@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 import pageweaver as pw
 from pageweaver.strategies.page_union import PageUnion
 from pageweaver.strategies.page_union.pairing import (
+    ROUND_PAGES,
+    Rounds,
+    chunk_pages,
     incidence,
     most_selected,
     paired_limit,
@@ -247,11 +250,15 @@ def test_page_union_schedule(pairs: bool, problem: pw.AttentionProblem) -> None:
     queries_per_tile=st.integers(1, 3),
     unit_tiles=st.integers(1, 3),
     pairs=st.booleans(),
+    round_pages=st.integers(1, 10),
 )
 def test_pairs_and_work_lists(
-    rows: list[set[int]], queries_per_tile: int, unit_tiles: int, pairs: bool
+    rows: list[set[int]], queries_per_tile: int, unit_tiles: int, pairs: bool, round_pages: int
 ) -> None:
-    """Pairs are the sequential greedy's; units are bounded, pairs and the largest first, every edge once."""
+    """Pairs are the sequential greedy's; units are bounded, every edge runs once.
+
+    Pairs come first, then single pages round after round, of each the largest first.
+    """
     support = np.full((len(rows), 5), -1, dtype=np.int64)
     for i, row in enumerate(rows):
         support[i, : len(row)] = sorted(row)
@@ -265,11 +272,12 @@ def test_pairs_and_work_lists(
     expected = greedy_pairs(shared) if pairs else {}
     assert {a: b for a, b in enumerate(partner.tolist()) if b >= 0} == expected
 
-    lists = work_lists(matrix, partner, queries_per_tile, unit_tiles)
+    turns = np.array(pages, dtype=np.int64) // round_pages
+    lists = work_lists(matrix, partner, queries_per_tile, unit_tiles, turns)
     sizes = np.diff(lists.unit_offsets)
     assert ((sizes >= 1) & (sizes <= unit_tiles * queries_per_tile)).all()
     order = [
-        (b >= 0, -(-size // queries_per_tile), -a, -start)
+        (b >= 0, 0 if b >= 0 else -turns[a], -(-size // queries_per_tile), -a, -start)
         for (a, b), size, start in zip(
             lists.unit_pages.tolist(), sizes.tolist(), lists.unit_offsets[:-1].tolist(), strict=True
         )
@@ -318,6 +326,24 @@ def test_overlaps_fit_a_matrix() -> None:
     for heads, batch in ((1, 16), (4, 100), (8, 70000)):
         limit = paired_limit(heads, batch, 8192)
         assert heads * batch * limit**2 <= 2**22 < heads * batch * (limit + 1) ** 2
+
+
+def test_rounds_fit_their_room() -> None:
+    """One round wherever V of all selected pages has room; a smaller problem never needs more of it."""
+    edges = 16384 * 16
+    assert Rounds.of(1, 512, edges, 512) == Rounds(512, 1)
+    assert Rounds.of(1, 8192, ROUND_PAGES, 1024) == Rounds(8192, 1)
+    assert Rounds.of(0, 0, 0, 0) == Rounds(1, 1)
+    assert Rounds.of(1, 8192, edges, 1024) == Rounds(ROUND_PAGES, 6)
+    for batch, pages, some in product((1, 5, 32, 700), (1, 256, 1409, 8192), (1, 1408, 5000, edges)):
+        paired = paired_limit(2, batch, pages)
+        rounds = Rounds.of(batch, pages, some, paired)
+        assert rounds.pages * (rounds.count - 1) < batch * pages <= rounds.pages * rounds.count
+        # A CTA orders pages of one round, and pairs have room at once.
+        assert rounds.count == 1 or rounds.pages % chunk_pages(batch, pages) == 0
+        assert rounds.count == 1 or rounds.pages >= batch * paired
+        most = Rounds.of(batch, pages, edges, paired).pages
+        assert min(rounds.pages, some) <= min(most, edges)
 
 
 def test_members_come_in_the_order_of_execution() -> None:

@@ -258,6 +258,25 @@ class TestWorkspaces:
             else:
                 assert (report.edges, report.groups) == (rows, rows // (64 * UNIT_TILES))
 
+    @pytest.mark.parametrize("pages", [512, 8192])
+    def test_bytes_at_16k_queries(self, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernels take at most 1.1 GiB for 16,384 queries of Top16 over 64K tokens, or a million."""
+        rows = 16384
+        cache = torch.zeros(1, 128, 1, 128).to(torch.float8_e4m3fn)
+        problem = pw.AttentionProblem(
+            q=torch.zeros(1, 16, 128, dtype=BF16).expand(rows, -1, -1),
+            k_cache=cache,
+            v_cache=cache,
+            q2k_indices=torch.zeros(1, rows, 16, dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, rows], dtype=torch.int32),
+            seqused_k=torch.tensor([pages * 128], dtype=torch.int32),
+            page_table=torch.zeros(1, pages, dtype=torch.int32),
+        )
+        strategy = PageUnion()
+        monkeypatch.setattr(strategy, "resolve", lambda _problem: ("cuda", "fp8"))
+        # Partials alone take 1 GiB.
+        assert 2**30 < strategy.workspace_bytes(problem) <= 1.1 * 2**30
+
     def test_more_than_the_device_holds(self) -> None:
         # Views of one row: only the workspace would need memory, 560 TB of it.
         rows, heads = 2**26 - 1, 64

@@ -67,6 +67,7 @@ PageListParams read_page_lists(const py::dict& arguments) {
     READ(q2k_indices), READ(q2k_stride_head), READ(q2k_stride_row), READ(q2k_stride_column);
     READ(cu_seqlens_q), READ(seqused_k), READ(total_q), READ(num_kv_heads), READ(topk), READ(batch_size);
     READ(max_pages), READ(queries_per_tile), READ(max_units), READ(max_packed), READ(paired_limit);
+    READ(round_pages), READ(rounds);
     READ(unit_pages), READ(unit_offsets), READ(unit_requests), READ(unit_counts), READ(unit_queries);
     READ(unit_slots), READ(partial_counts), READ(packed_slots), READ(member_bits);
     READ(head_words), READ(page_counts), READ(paired_pages), READ(paired_counts), READ(overlaps);
@@ -75,14 +76,23 @@ PageListParams read_page_lists(const py::dict& arguments) {
     return params;
 }
 
-void prepare_page_union(const py::dict& arguments, uintptr_t stream_address) {
-    const auto stream = reinterpret_cast<cudaStream_t>(stream_address);
-    check(launch_page_lists(read_page_lists(arguments), stream), "prepare_page_union (lists)");
-    PrepareParams params{};  // without groups: nothing but V is packed
+// Without groups: nothing but V is packed.
+PrepareParams read_page_values(const py::dict& arguments) {
+    PrepareParams params{};
     READ(cu_seqlens_q), READ(seqused_k), READ(page_table), READ(page_table_stride), READ(v_cache);
     READ(v_stride_page), READ(v_stride_token), READ(v_stride_head), READ(num_kv_heads), READ(batch_size);
     READ(max_pages), READ(max_packed), READ(packed_slots), READ(packed_v), READ(counters);
-    check(launch_pack_values(params, false, stream), "prepare_page_union (packed V)");
+    return params;
+}
+
+void prepare_page_union(const py::dict& arguments, uintptr_t stream_address) {
+    const auto stream = reinterpret_cast<cudaStream_t>(stream_address);
+    const PageListParams lists = read_page_lists(arguments);
+    check(launch_page_lists(lists, stream), "prepare_page_union (lists)");
+    if (lists.rounds > 1) return;  // V is packed before each
+    const PageRange all{0, int64_t{lists.batch_size} * lists.max_pages};
+    check(launch_pack_values(read_page_values(arguments), false, all, stream),
+          "prepare_page_union (packed V)");
 }
 
 PageUnionParams read_page_union(const py::dict& arguments) {
@@ -95,7 +105,7 @@ PageUnionParams read_page_union(const py::dict& arguments) {
     READ(unit_tickets), READ(softmax_scale_pointer), READ(k_scale_pointer), READ(v_scale_pointer);
     READ(softmax_scale), READ(k_scale), READ(v_scale), READ(total_q), READ(topk), READ(num_kv_heads);
     READ(num_qo_heads), READ(batch_size), READ(max_pages), READ(max_units), READ(group_shift);
-    READ(has_pairs), READ(is_split);
+    READ(has_pairs), READ(is_split), READ(rounds), READ(round_pages), READ(pair_slots);
     return params;
 }
 
@@ -156,7 +166,8 @@ void page_partials(const py::dict& arguments, uintptr_t stream) {
     check(make_key_map(&key_map, keys.data, keys.num_pages, params.num_kv_heads, keys.stride_page,
                        keys.stride_token, keys.stride_head, kPageSize),
           "page_union (tensor map of k_cache)");
-    check(launch_page_partials(params, key_map, reinterpret_cast<cudaStream_t>(stream)),
+    check(launch_page_partials(params, key_map, read_page_values(arguments),
+                               reinterpret_cast<cudaStream_t>(stream)),
           "page_union (partials)");
 }
 

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "prepare/prepare.hpp"
+
 namespace pageweaver {
 
 constexpr int kUnitTiles = 16;  // most 64-row tiles a unit
@@ -30,11 +32,14 @@ struct PageListParams {
     int32_t total_q, num_kv_heads, topk, batch_size, max_pages;
     int32_t queries_per_tile, max_units, max_packed;
     int32_t paired_limit;  // most pages of a request that are paired; 0: none
+    // V is packed for this many pages of a head at a time, its requests' pages counted through. Single pages
+    // run in as many rounds, pairs before them.
+    int32_t round_pages, rounds;
     // schedule
     int32_t* unit_pages;      // [num_kv_heads, max_units, 2]
     int32_t* unit_offsets;    // [num_kv_heads, max_units + 1]
     int32_t* unit_requests;   // [num_kv_heads, max_units]
-    int32_t* unit_counts;     // [num_kv_heads, 2]; of pairs, and of both kinds
+    int32_t* unit_counts;     // [rounds + 1, num_kv_heads]; of pairs, and of both kinds up to a round's end
     int32_t* unit_queries;    // [num_kv_heads, total_q * topk]
     int32_t* unit_slots;      // [num_kv_heads, total_q * topk]
     int32_t* partial_counts;  // [num_kv_heads, total_q]
@@ -42,7 +47,9 @@ struct PageListParams {
     // scratch
     uint32_t* member_bits;  // [num_kv_heads, head_words]; see device.cuh
     int64_t head_words;
-    int32_t* page_counts;    // [num_kv_heads, batch_size, max_pages]; null: all pages may be paired
+    // [num_kv_heads, batch_size, max_pages]; null: all pages may be paired. Queries of a page, then its
+    // number among the pages that may be paired, or -1.
+    int32_t* page_counts;
     int32_t* paired_pages;   // [num_kv_heads, batch_size, paired_limit]; null likewise
     int32_t* paired_counts;  // [num_kv_heads, batch_size]; null likewise
     // [num_kv_heads, batch_size, paired_limit, overlap_stride]; common queries << 10 | 1023 - place of the
@@ -75,26 +82,30 @@ struct PageUnionParams {
     const int32_t *unit_pages, *unit_offsets, *unit_requests, *unit_counts, *unit_queries, *unit_slots;
     const int32_t* partial_counts;
     const int32_t* packed_slots;
-    const uint8_t* packed_v;  // [max_packed, head_dim, page_size]
-    uint8_t* packed_q;        // [num_kv_heads, total_q, group_size, kQueryRowBytes]; see quantize.cu
+    const int32_t* pair_slots;  // those of pages in pairs, where single pages run in rounds
+    const uint8_t* packed_v;    // [max_packed, head_dim, page_size]
+    uint8_t* packed_q;          // [num_kv_heads, total_q, group_size, kQueryRowBytes]; see quantize.cu
     void* partials;  // bf16 [num_kv_heads, total_q, topk, group_size, head_dim], order of its accumulators
     float* lse_partials;     // [num_kv_heads, total_q, topk, group_size]; natural log
-    uint32_t* unit_tickets;  // [2]; next unit of pairs and of single pages
+    uint32_t* unit_tickets;  // [1 + rounds]; next unit of pairs and of each round
     // Scales: the pointer wins where it is not null.
     const float *softmax_scale_pointer, *k_scale_pointer, *v_scale_pointer;
     float softmax_scale, k_scale, v_scale;
     int32_t total_q, topk, num_kv_heads, num_qo_heads, batch_size, max_pages, max_units;
-    int32_t group_shift;  // log2 of the query heads a KV head
-    bool has_pairs;       // whether there may be units of pairs
-    bool is_split;        // two E4M3 parts of Q and of probabilities, not one
+    int32_t round_pages, rounds;  // as in PageListParams
+    int32_t round;                // the one that a launch runs
+    int32_t group_shift;          // log2 of the query heads a KV head
+    bool has_pairs;               // whether there may be units of pairs
+    bool is_split;                // two E4M3 parts of Q and of probabilities, not one
 };
 
 // Finds who selected which page, pairs pages, builds the work lists and says which pages' V to pack.
 cudaError_t launch_page_lists(const PageListParams& params, cudaStream_t stream);
 
-// Quantises Q and runs every unit.
+// Quantises Q and runs every unit. In several rounds it packs V before each of them; in one, `values` is not
+// read.
 cudaError_t launch_page_partials(const PageUnionParams& params, const CUtensorMap& key_map,
-                                 cudaStream_t stream);
+                                 const PrepareParams& values, cudaStream_t stream);
 
 // Finishes every query from its partials.
 cudaError_t launch_combine_partials(const PageUnionParams& params, cudaStream_t stream);

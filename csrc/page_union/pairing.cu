@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) choose_pages(PageListParams p) {
     grid_dependency_wait();
     __shared__ int warp_sums[kWarps];
     const int64_t unit = blockIdx.x;  // head * batch_size + request
-    const int32_t* counts = p.page_counts + unit * p.max_pages;
+    int32_t* const counts = p.page_counts + unit * p.max_pages;
     const auto reaching = [&](int least) {
         int pages = 0;
         for (int page = threadIdx.x; page < p.max_pages; page += kThreads) pages += counts[page] >= least;
@@ -88,8 +88,10 @@ __global__ void __launch_bounds__(kThreads) choose_pages(PageListParams p) {
             reached += above_count;
             equal += equal_count;
         }
-        if (is_above >> lane & 1 || (is_equal >> lane & 1 && equal_rank < spare))
-            p.paired_pages[unit * p.paired_limit + above_rank + min(equal_rank, spare)] = page;
+        const bool is_chosen = is_above >> lane & 1 || (is_equal >> lane & 1 && equal_rank < spare);
+        const int64_t place = unit * p.paired_limit + above_rank + min(equal_rank, spare);
+        if (is_chosen) p.paired_pages[place] = page;
+        if (page < p.max_pages) counts[page] = is_chosen ? static_cast<int32_t>(place) : -1;
         __syncthreads();
     }
     const int chosen = reached + min(equal, spare);

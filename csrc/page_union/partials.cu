@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     __syncthreads();
     // Single pages read nothing that pairs write. Their kernel starts once every CTA of the other has begun,
     // so what that one waited for is there.
-    const bool follows = kPages == 1 && p.has_pairs;
+    const bool follows = kPages == 1 && p.has_pairs && p.rounds == 1;
     if (!follows) grid_dependency_wait();
     if constexpr (kPages == 2) grid_dependency_launch();
 
@@ -376,18 +376,33 @@ cudaError_t launch_units(const PageUnionParams& p, const CUtensorMap& key_map, i
 }
 
 template <bool kIsSplit>
-cudaError_t launch_all_units(const PageUnionParams& p, const CUtensorMap& key_map, int multiprocessors,
-                             cudaStream_t stream) {
+cudaError_t launch_all_units(PageUnionParams p, const CUtensorMap& key_map, PrepareParams values,
+                             int multiprocessors, cudaStream_t stream) {
+    const int64_t pages = int64_t{p.batch_size} * p.max_pages;
+    const auto pack = [&](const int32_t* slots, PageRange range) {
+        if (p.rounds == 1) return cudaSuccess;  // done in preparation
+        values.packed_slots = const_cast<int32_t*>(slots);
+        return launch_pack_values(values, false, range, stream);
+    };
     cudaError_t error = cudaSuccess;
-    if (p.has_pairs) error = launch_units<2, kIsSplit>(p, key_map, multiprocessors, stream);
-    return error == cudaSuccess ? launch_units<1, kIsSplit>(p, key_map, multiprocessors, stream) : error;
+    if (p.has_pairs) {
+        error = pack(p.pair_slots, {0, pages});
+        if (error == cudaSuccess) error = launch_units<2, kIsSplit>(p, key_map, multiprocessors, stream);
+    }
+    for (p.round = 0; error == cudaSuccess && p.rounds > p.round; ++p.round) {
+        const int64_t first = int64_t{p.round} * p.round_pages;
+        error = pack(p.packed_slots, {first, pages - first < p.round_pages ? pages - first : p.round_pages});
+        if (error == cudaSuccess) error = launch_units<1, kIsSplit>(p, key_map, multiprocessors, stream);
+    }
+    return error;
 }
 
 }  // namespace
 
 cudaError_t launch_quantize_queries(const PageUnionParams& params, cudaStream_t stream);
 
-cudaError_t launch_page_partials(const PageUnionParams& p, const CUtensorMap& key_map, cudaStream_t stream) {
+cudaError_t launch_page_partials(const PageUnionParams& p, const CUtensorMap& key_map,
+                                 const PrepareParams& values, cudaStream_t stream) {
     const int64_t rows = int64_t{p.total_q} * p.num_qo_heads;
     if (rows == 0) return cudaSuccess;
     int device = 0, multiprocessors = 0;
@@ -396,8 +411,8 @@ cudaError_t launch_page_partials(const PageUnionParams& p, const CUtensorMap& ke
         error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (error == cudaSuccess) error = launch_quantize_queries(p, stream);
     if (error != cudaSuccess) return error;
-    return p.is_split ? launch_all_units<true>(p, key_map, multiprocessors, stream)
-                      : launch_all_units<false>(p, key_map, multiprocessors, stream);
+    return p.is_split ? launch_all_units<true>(p, key_map, values, multiprocessors, stream)
+                      : launch_all_units<false>(p, key_map, values, multiprocessors, stream);
 }
 
 }  // namespace pageweaver

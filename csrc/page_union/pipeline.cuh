@@ -50,8 +50,12 @@ static_assert(kFitsTwice<1, false> && kFitsTwice<2, false> && kFitsTwice<1, true
 template <typename Shared>
 __device__ void load_units(const PageUnionParams& p, const CUtensorMap& key_map, Shared& shared) {
     constexpr int kPages = Shared::kPages;
-    const auto first_unit = [&](int head) { return kPages == 2 ? 0 : p.unit_counts[2 * head]; };
-    const auto unit_end = [&](int head) { return p.unit_counts[2 * head + 2 - kPages]; };
+    // Pairs, or single pages of this launch's round.
+    const int part = kPages == 2 ? 0 : 1 + p.round;
+    const auto unit_end = [&](int head) { return p.unit_counts[part * p.num_kv_heads + head]; };
+    const auto first_unit = [&](int head) {
+        return kPages == 2 ? 0 : p.unit_counts[p.round * p.num_kv_heads + head];
+    };
     int most_units = 0;
     for (int head = 0; head < p.num_kv_heads; ++head)
         most_units = max(most_units, unit_end(head) - first_unit(head));
@@ -59,7 +63,7 @@ __device__ void load_units(const PageUnionParams& p, const CUtensorMap& key_map,
     const auto wait_empty = [&] { mbarrier_wait(smem_address(&shared.empty[ring.stage]), ring.phase ^ 1); };
     for (;;) {
         // Heads take turns, so that the largest units of all come first.
-        const uint32_t ticket = atomicAdd(&p.unit_tickets[2 - kPages], 1u);
+        const uint32_t ticket = atomicAdd(&p.unit_tickets[part], 1u);
         const int turn = static_cast<int>(ticket / p.num_kv_heads),
                   head = static_cast<int>(ticket % p.num_kv_heads);
         if (turn >= most_units) break;
@@ -68,7 +72,8 @@ __device__ void load_units(const PageUnionParams& p, const CUtensorMap& key_map,
         const int64_t place = int64_t{head} * p.max_units + index;
         const int request = p.unit_requests[place];
         const int32_t* const table = p.page_table + request * p.page_table_stride;
-        const int32_t* const slots = p.packed_slots + (int64_t{head} * p.batch_size + request) * p.max_pages;
+        const int32_t* const slots = (kPages == 2 ? p.pair_slots : p.packed_slots) +
+                                     (int64_t{head} * p.batch_size + request) * p.max_pages;
 #pragma unroll 1
         for (int i = 0; i < kPages; ++i) {
             const int page = p.unit_pages[2 * place + i], physical = table[page], packed = slots[page];

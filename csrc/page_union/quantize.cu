@@ -20,7 +20,7 @@ constexpr int kThreads = 256;
 template <bool kIsSplit>
 __global__ void __launch_bounds__(kThreads) quantize_queries(PageUnionParams p) {
     grid_dependency_wait();
-    if (blockIdx.x == 0 && threadIdx.x < 2) p.unit_tickets[threadIdx.x] = 0;
+    if (blockIdx.x == 0 && threadIdx.x <= p.rounds) p.unit_tickets[threadIdx.x] = 0;
     const int part = threadIdx.x % 8;
     const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 8;
     const bool is_row = row < int64_t{p.total_q} * p.num_qo_heads;

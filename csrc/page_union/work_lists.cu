@@ -2,9 +2,10 @@
 // The same lists as strategies/page_union/pairing.py makes, place for place.
 //
 //   size_lists    one warp a page: its place in packed_v, list sizes, members before each block of 256
-//   queries, units of each class order_units   one warp a class: places of units and of their members, by
-//   class and then by list fill_lists    one warp a query: each edge finds its list, its rank there by
-//   counting bits, and its slot
+//                 queries, units of each class
+//   order_units   one warp a class: places of units and of their members, pairs first, then single pages
+//                 round after round; of each by class and then by list
+//   fill_lists    one warp a query: each edge finds its list, its rank there by counting bits, and its slot
 //
 // A page is read once or twice by a warp, a query once; nothing is sorted, and no order is left to chance.
 
@@ -63,12 +64,14 @@ __global__ void __launch_bounds__(kThreads) size_lists(PageListParams p) {
     }
     const bool is_selected = __any_sync(kAllLanes, members != 0);
     if (lane >= 2) return;
-    // A place in packed_v: the page's index where there is room for all pages, else as they turn up.
+    // A place in packed_v: that of the page in its round, or, where one round has no room for all pages but
+    // for all edges, as pages turn up.
     if (lane == 0) {
-        const bool has_room = p.num_kv_heads * pages <= p.max_packed;
-        p.packed_slots[index] = !is_selected ? -1
-                                : has_room   ? static_cast<int32_t>(index)
-                                             : atomicAdd(&p.counters[kPackedCount], 1);
+        const bool is_numbered = p.rounds == 1 && p.num_kv_heads * pages > p.max_packed;
+        const int64_t place = int64_t{head} * p.round_pages + index % pages % p.round_pages;
+        p.packed_slots[index] = !is_selected  ? -1
+                                : is_numbered ? atomicAdd(&p.counters[kPackedCount], 1)
+                                              : static_cast<int32_t>(place);
     }
     const int size = lane == 0 ? sizes[0] : sizes[1];
     p.list_sizes[2 * index + lane] = size;
@@ -86,26 +89,39 @@ __global__ void __launch_bounds__(kThreads) size_lists(PageListParams p) {
 // A CTA places the units of some pages of one head; warp w those of class kClasses - w.
 __global__ void __launch_bounds__(kOrderThreads) order_units(PageListParams p) {
     grid_dependency_wait();
-    __shared__ uint64_t all_units[kClasses];  // in order of class, descending; units << 32 | members
+    // In order of class, descending; units << 32 | members. Of pairs all, of single pages those of the round
+    // and of the rounds before.
+    __shared__ uint64_t all_units[kClasses], earlier_units[kClasses];
     const int head = blockIdx.x / p.chunks, chunk = blockIdx.x % p.chunks;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own_class = kClasses - warp;
     const auto warp_sum = [](uint64_t value) {
         for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
         return value;
     };
-    uint64_t all = 0, before = 0;
+    const bool is_single = own_class <= kUnitTiles;
+    const int round_chunks = p.rounds == 1 ? p.chunks : p.round_pages / p.chunk_pages;
+    const int round = chunk / round_chunks;
+    const int first_chunk = is_single ? round * round_chunks : 0;
+    const int end_chunk = is_single ? first_chunk + round_chunks : p.chunks;
+    uint64_t all = 0, before = 0, earlier = 0;
     const uint64_t* totals = p.class_totals + int64_t{head} * p.chunks * kClasses + own_class - 1;
     for (int c = lane; c < p.chunks; c += 32) {
         const uint64_t value = totals[int64_t{c} * kClasses];
-        all += value;
-        if (c < chunk) before += value;
+        if (c < first_chunk)
+            earlier += value;
+        else if (c < end_chunk)
+            all += value;
+        if (c >= first_chunk && c < chunk) before += value;
     }
     all = warp_sum(all);
+    earlier = warp_sum(earlier);
     if (lane == 0) all_units[warp] = all;
+    if (lane == 0) earlier_units[warp] = earlier;
     __syncthreads();
-    // Places begin behind all higher classes and behind this class in the chunks before.
-    uint64_t place = warp_sum((lane < warp ? all_units[lane] : 0) + before);
-    const uint64_t total = warp_sum(all_units[lane]),
+    // Places begin behind the rounds before, all higher classes, and this class in the chunks before.
+    uint64_t place =
+        warp_sum((lane < warp ? all_units[lane] : 0) + (is_single ? earlier_units[lane] : 0) + before);
+    const uint64_t total = warp_sum(all_units[lane] + earlier_units[lane]),
                    pairs = warp_sum(lane < kUnitTiles ? all_units[lane] : 0);
     static_assert(kClasses == 32, "a lane a class");
 
@@ -148,12 +164,11 @@ __global__ void __launch_bounds__(kOrderThreads) order_units(PageListParams p) {
         place += __shfl_sync(kAllLanes, inclusive, 31);
     }
 
-    if (chunk > 0) return;
     const int units = static_cast<int>(total >> 32), members = static_cast<int>(total);
-    if (threadIdx.x == 0) {
-        p.unit_counts[2 * head] = static_cast<int>(pairs >> 32);
-        p.unit_counts[2 * head + 1] = units;
-    }
+    int32_t* const counts = p.unit_counts + head;
+    if (threadIdx.x == 0 && chunk == 0) counts[0] = static_cast<int>(pairs >> 32);
+    if (threadIdx.x == 0 && chunk % round_chunks == 0) counts[(round + 1) * p.num_kv_heads] = units;
+    if (chunk < p.chunks - 1) return;
     for (int unit = units + threadIdx.x; unit <= p.max_units; unit += kOrderThreads) {
         unit_offsets[unit] = members;
         if (unit < p.max_units) unit_pages[2 * unit] = unit_pages[2 * unit + 1] = -1;

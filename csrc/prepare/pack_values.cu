@@ -50,7 +50,8 @@ __device__ void order_units(const PrepareParams& p) {
                 static_cast<int32_t>(unit);
 }
 
-__global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, bool is_claimed_early) {
+__global__ void __launch_bounds__(kThreads)
+    pack_values(PrepareParams p, bool is_claimed_early, PageRange range) {
     grid_dependency_launch();  // what follows sets up meanwhile, and waits for this kernel before it reads
     if (!is_claimed_early || blockIdx.x < kOrderBlocks) grid_dependency_wait();
     if (blockIdx.x < kOrderBlocks) {
@@ -58,13 +59,15 @@ __global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, bool is
         return;
     }
     __shared__ alignas(16) uint8_t tile[kPackedPageBytes];
-    const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
-    for (int64_t index = blockIdx.x - kOrderBlocks; index < slots; index += gridDim.x - kOrderBlocks) {
+    const int64_t wanted = p.num_kv_heads * range.count;
+    for (int64_t i = blockIdx.x - kOrderBlocks; i < wanted; i += gridDim.x - kOrderBlocks) {
+        const int head = static_cast<int>(i / range.count);
+        const int64_t at = range.first + i % range.count;
+        const int64_t index = int64_t{head} * p.batch_size * p.max_pages + at;
         const int packed = __ldcg(p.packed_slots + index);  // written while this kernel was being started
         if (packed < 0) continue;
-        const int page = static_cast<int>(index % p.max_pages);
-        const int request = static_cast<int>(index / p.max_pages % p.batch_size);
-        const int head = static_cast<int>(index / p.max_pages / p.batch_size);
+        const int page = static_cast<int>(at % p.max_pages);
+        const int request = static_cast<int>(at / p.max_pages);
         const int64_t physical = p.page_table[request * p.page_table_stride + page];
         const uint8_t* source = p.v_cache + physical * p.v_stride_page + head * p.v_stride_head;
         const int valid = min(p.seqused_k[request] - page * kPageSize, kPageSize);
@@ -104,11 +107,13 @@ __global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, bool is
 
 }  // namespace
 
-cudaError_t launch_pack_values(const PrepareParams& p, bool is_claimed_early, cudaStream_t stream) {
-    const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
+cudaError_t launch_pack_values(const PrepareParams& p, bool is_claimed_early, PageRange range,
+                               cudaStream_t stream) {
+    const int64_t slots = p.num_kv_heads * range.count;
     const int64_t pages = p.max_packed == 0 ? 0 : slots < 132 * 8 ? slots : 132 * 8;
     if (const cudaError_t error = prefer_shared_memory(pack_values); error != cudaSuccess) return error;
-    return launch_dependent(pack_values, 1, kOrderBlocks + pages, kThreads, 0, stream, p, is_claimed_early);
+    return launch_dependent(pack_values, 1, kOrderBlocks + pages, kThreads, 0, stream, p, is_claimed_early,
+                            range);
 }
 
 }  // namespace pageweaver

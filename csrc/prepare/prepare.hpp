@@ -58,9 +58,16 @@ struct PrepareParams {
 // size, packs V^T of every selected page.
 cudaError_t launch_prepare(const PrepareParams& params, cudaStream_t stream);
 
-// The last part of it alone: orders units and packs V^T of the pages that have a slot.
+// Pages of every KV head, counted through the requests: page `first % max_pages` of request `first /
+// max_pages` and so on.
+struct PageRange {
+    int64_t first, count;
+};
+
+// The last part of it alone: orders units and packs V^T of the pages that have a slot, of those in `range`.
 // is_claimed_early: the kernel before lets this one start when all pages have their slots; they are then
 // packed while that kernel goes on.
-cudaError_t launch_pack_values(const PrepareParams& params, bool is_claimed_early, cudaStream_t stream);
+cudaError_t launch_pack_values(const PrepareParams& params, bool is_claimed_early, PageRange range,
+                               cudaStream_t stream);
 
 }  // namespace pageweaver

@@ -155,7 +155,9 @@ cudaError_t launch_prepare(const PrepareParams& p, cudaStream_t stream) {
     error = cudaGetLastError();
     if (error == cudaSuccess)
         error = p.window > 0 ? launch_regroup(p, stream) : launch_build_unions(p, stream);
-    return error == cudaSuccess ? launch_pack_values(p, true, stream) : error;
+    return error == cudaSuccess
+               ? launch_pack_values(p, true, {0, int64_t{p.batch_size} * p.max_pages}, stream)
+               : error;
 }
 
 }  // namespace pageweaver

@@ -31,6 +31,7 @@ from pageweaver.strategies.page_union.cuda import (
 )
 from pageweaver.strategies.page_union.pairing import (
     UNIT_TILES,
+    Rounds,
     incidence,
     most_selected,
     paired_limit,
@@ -199,7 +200,8 @@ class PageUnion(Strategy):
         support = problem.support.cpu().numpy()
         requests = problem.request_ids.cpu().numpy()[:, None]
         max_pages = problem.max_pages
-        limit = paired_limit(problem.num_kv_heads, problem.batch_size, max_pages)
+        limit = paired_limit(problem.num_kv_heads, problem.batch_size, max_pages) if self.pairs else 0
+        rounds = Rounds.of(problem.batch_size, max_pages, problem.total_q * problem.topk, limit)
         for head in range(problem.num_kv_heads):
             matrix, keys = incidence(support[head], requests * max_pages + support[head])
             if self.pairs:
@@ -207,7 +209,8 @@ class PageUnion(Strategy):
                 partner = propose_pairs(matrix, most_selected(counts, keys // max(1, max_pages), limit))
             else:
                 partner = np.full(matrix.shape[0], -1, dtype=np.int64)
-            lists = work_lists(matrix, partner, problem.queries_per_tile)
+            turns = keys // rounds.pages if rounds.count > 1 else None
+            lists = work_lists(matrix, partner, problem.queries_per_tile, rounds=turns)
             pages = np.where(lists.unit_pages >= 0, keys[lists.unit_pages] % max(1, max_pages), -1)
             units, members = len(pages), len(lists.unit_queries)
             for name, values, count in (

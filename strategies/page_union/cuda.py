@@ -9,7 +9,12 @@ import torch
 from pageweaver.common.native import load_cuda
 from pageweaver.common.problem import HEAD_DIM, AttentionProblem
 from pageweaver.common.strategy import Capabilities, Layout
-from pageweaver.strategies.page_union.pairing import UNIT_TILES, paired_limit
+from pageweaver.strategies.page_union.pairing import (
+    UNIT_TILES,
+    Rounds,
+    chunk_pages,
+    paired_limit,
+)
 from pageweaver.strategies.query_union.cuda import (
     COUNTERS,
     FP8_ARITHMETICS,
@@ -26,8 +31,6 @@ CUDA_CAPABILITIES = Capabilities(
 CLASSES = 2 * UNIT_TILES
 WORD_QUERIES, BLOCK_QUERIES = 32, 256
 QUERY_ROW_BYTES = {"fp8": 144, "split": 272}
-# One CTA orders the lists of some pages, and reads what all others counted: few pages, but few CTAs.
-CHUNK_PAGES, MOST_CHUNKS = 64, 128
 
 
 def cuda_layout(problem: AttentionProblem, base: Layout, pairs: bool, arithmetic: str) -> Layout:
@@ -37,18 +40,18 @@ def cuda_layout(problem: AttentionProblem, base: Layout, pairs: bool, arithmetic
     """
     heads, batch, max_pages = problem.num_kv_heads, problem.batch_size, problem.max_pages
     total_q, topk, group_size = problem.total_q, problem.topk, problem.group_size
-    pages = heads * batch * max_pages
     limit = paired_limit(heads, batch, max_pages) if pairs else 0
     # Where no request has more pages than are paired, nobody counts or lists them.
     chosen = (heads, batch) if max_pages > limit > 0 else (0, 0)
     max_units = base["unit_pages"][0][1]
-    chunk_pages = _chunk_pages(problem)
+    chunks = max(1, -(-batch * max_pages // chunk_pages(batch, max_pages)))
+    rounds = Rounds.of(batch, max_pages, total_q * topk, limit)
     # Words are cleared 16 bytes at a time.
     words = -(-heads * max_pages * (total_q // WORD_QUERIES + batch) // 4) * 4
     return {
         **base,
         "unit_requests": ((heads, max_units), torch.int32),
-        "unit_counts": ((heads, 2), torch.int32),
+        "unit_counts": ((rounds.count + 1, heads), torch.int32),
         "member_bits": ((words,), torch.int32),
         "page_counts": ((*chosen, max_pages), torch.int32),
         "paired_pages": ((*chosen, limit), torch.int32),
@@ -59,19 +62,17 @@ def cuda_layout(problem: AttentionProblem, base: Layout, pairs: bool, arithmetic
         "list_prefixes": ((heads, max_pages * (total_q // BLOCK_QUERIES + batch), 2), torch.int32),
         "list_sizes": ((heads, batch, max_pages, 2), torch.int32),
         "list_starts": ((heads, batch, max_pages, 2, 2), torch.int32),
-        "class_totals": ((heads, max(1, -(-batch * max_pages // chunk_pages)), CLASSES), torch.int64),
-        # No more pages can be selected than there are edges.
+        "class_totals": ((heads, chunks, CLASSES), torch.int64),
         "packed_slots": ((heads, batch, max_pages), torch.int32),
-        "packed_v": ((min(pages, heads * total_q * topk), HEAD_DIM, problem.page_size), torch.uint8),
+        # No more pages can be selected than there are edges.
+        "packed_v": (
+            (heads * min(rounds.pages, total_q * topk), HEAD_DIM, problem.page_size),
+            torch.uint8,
+        ),
         "counters": ((COUNTERS,), torch.int32),
         "packed_q": ((heads, total_q, group_size, QUERY_ROW_BYTES[arithmetic]), torch.uint8),
-        "unit_tickets": ((2,), torch.int32),
+        "unit_tickets": ((rounds.count + 1,), torch.int32),
     }
-
-
-def _chunk_pages(problem: AttentionProblem) -> int:
-    pages = problem.batch_size * problem.max_pages
-    return CHUNK_PAGES * max(1, -(-pages // (CHUNK_PAGES * MOST_CHUNKS)))
 
 
 def _lists(
@@ -81,9 +82,17 @@ def _lists(
         "unit_pages unit_offsets unit_requests unit_counts unit_queries unit_slots partial_counts"
         " packed_slots packed_v"
     )
+    limit = views["overlaps"].shape[2]
+    rounds = Rounds.of(problem.batch_size, problem.max_pages, problem.total_q * problem.topk, limit)
     return {
         **{name: views[name].data_ptr() for name in names.split()},
         **metadata.arguments(),
+        **strides("v", problem.v_cache, page=0, token=1, head=2),
+        "v_cache": problem.v_cache.data_ptr(),
+        "counters": views["counters"].data_ptr(),
+        "max_packed": views["packed_v"].shape[0],
+        "round_pages": rounds.pages,
+        "rounds": rounds.count,
         "total_q": problem.total_q,
         "topk": problem.topk,
         "num_kv_heads": problem.num_kv_heads,
@@ -105,27 +114,24 @@ def prepare_cuda(problem: AttentionProblem, views: dict[str, torch.Tensor]) -> N
     q2k = problem.q2k_indices
     names = (
         "member_bits page_counts paired_pages paired_counts overlaps partners list_prefixes"
-        " list_sizes list_starts class_totals counters"
+        " list_sizes list_starts class_totals"
     )
     metadata = RequestMetadata.of(problem)
     arguments = {
         **_lists(problem, metadata, views),
         # A kernel takes the address 0 for a list that nobody keeps.
         **{name: views[name].data_ptr() if views[name].numel() else 0 for name in names.split()},
-        **strides("v", problem.v_cache, page=0, token=1, head=2),
         "q2k_indices": q2k.data_ptr(),
         "q2k_stride_head": q2k.stride(0),
         "q2k_stride_row": q2k.stride(1),
         "q2k_stride_column": q2k.stride(2),
-        "v_cache": problem.v_cache.data_ptr(),
         "queries_per_tile": problem.queries_per_tile,
-        "max_packed": views["packed_v"].shape[0],
         "paired_limit": views["overlaps"].shape[2],
         "overlap_stride": views["overlaps"].shape[3],
         "head_words": problem.max_pages * (problem.total_q // WORD_QUERIES + problem.batch_size),
         "head_blocks": views["list_prefixes"].shape[1],
         "chunks": views["class_totals"].shape[1],
-        "chunk_pages": _chunk_pages(problem),
+        "chunk_pages": chunk_pages(problem.batch_size, problem.max_pages),
     }
     with torch.cuda.device(problem.device):
         load_cuda().prepare_page_union(arguments, torch.cuda.current_stream().cuda_stream)
@@ -155,6 +161,7 @@ def execute_cuda(
         Take ``partials``, ``lse_partials`` and ``partial_counts`` as they are.
     """
     metadata = RequestMetadata.of(problem)
+    rounds = views["unit_counts"].shape[0] - 1
     names = "packed_q partials lse_partials unit_tickets"
     arguments = {
         **_lists(problem, metadata, views),
@@ -170,6 +177,7 @@ def execute_cuda(
         "group_shift": problem.group_size.bit_length() - 1,
         "has_pairs": views["overlaps"].shape[2] > 1,
         "is_split": arithmetic == "split",
+        "pair_slots": views["packed_slots" if rounds == 1 else "page_counts"].data_ptr(),
     }
     with torch.cuda.device(problem.device):
         stream = torch.cuda.current_stream().cuda_stream

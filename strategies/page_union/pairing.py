@@ -17,12 +17,53 @@ UNIT_TILES = 16
 # Pages of a request that are paired: a device keeps a matrix of their overlaps, of at most this many
 # elements for all requests together.
 MOST_PAIRED, MOST_OVERLAPS = 1024, 2**22
+# Pages of a KV head whose V lies packed at a time, 22 MiB: that of a million tokens would take 128 MiB.
+ROUND_PAGES = 1408
+CHUNK_PAGES, MOST_CHUNKS = 64, 128
 
 
 def paired_limit(heads: int, batch_size: int, max_pages: int) -> int:
     """Most pages of a request that may be paired, from shapes alone."""
     matrices = max(1, heads * batch_size)
     return min(max_pages, MOST_PAIRED, math.isqrt(MOST_OVERLAPS // matrices))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How single pages of a KV head share the memory of packed V: `pages` of them at a time, `count` times.
+
+    Pages of a head are counted through its requests. In one round V of all selected pages lies packed; in
+    several it is packed before each, and for pages that may be paired before all of them.
+    """
+
+    pages: int
+    count: int
+
+    @classmethod
+    def of(cls, batch_size: int, max_pages: int, edges: int, paired: int) -> Rounds:
+        """Rounds of a problem, from shapes alone.
+
+        Parameters
+        ----------
+        batch_size, max_pages : int
+        edges : int
+            ``total_q * topk``: no more pages of a KV head can be selected.
+        paired : int
+            Most pages of a request that may be paired.
+        """
+        pages = batch_size * max_pages
+        room = max(ROUND_PAGES, batch_size * paired)
+        if min(pages, edges) <= room:
+            return cls(max(1, pages), 1)
+        # Units are ordered by chunks of pages.
+        chunk = chunk_pages(batch_size, max_pages)
+        room = -(-room // chunk) * chunk
+        return cls(room, -(-pages // room))
+
+
+def chunk_pages(batch_size: int, max_pages: int) -> int:
+    """Pages of a KV head whose units one CTA orders: few, but few CTAs read what all others counted."""
+    return CHUNK_PAGES * max(1, -(-batch_size * max_pages // (CHUNK_PAGES * MOST_CHUNKS)))
 
 
 def incidence(support: NDArray[np.int64], page_keys: NDArray[np.int64]) -> tuple[sparse.csr_array, Int]:
@@ -141,7 +182,11 @@ class WorkLists:
 
 
 def work_lists(
-    matrix: sparse.csr_array, partner: Int, queries_per_tile: int, unit_tiles: int = UNIT_TILES
+    matrix: sparse.csr_array,
+    partner: Int,
+    queries_per_tile: int,
+    unit_tiles: int = UNIT_TILES,
+    rounds: Int | None = None,
 ) -> WorkLists:
     """Split every page's queries into common and exclusive lists and cut these into bounded units.
 
@@ -155,12 +200,14 @@ def work_lists(
         Queries that fill one 64-row tile.
     unit_tiles : int
         Most tiles a unit.
+    rounds : numpy.ndarray, optional
+        int64 ``[pages]``; the round in which a page runs alone; by default all in one.
 
     Returns
     -------
     WorkLists
-        Units of pairs first, of each kind those of most tiles first (ties by list), so that a dynamic
-        scheduler ends evenly.
+        Units of pairs first, then single pages round after round; of each kind those of most tiles first
+        (ties by list), so that a dynamic scheduler ends evenly.
     """
     unit_queries = unit_tiles * queries_per_tile
     pages, total_q = matrix.shape
@@ -189,7 +236,9 @@ def work_lists(
     piece = np.arange(len(list_of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     start = first[list_of] + piece * unit_queries
     size = np.minimum(unit_queries, first[list_of] + lengths[list_of] - start)
-    rank = np.argsort(-(-(-size // queries_per_tile) + unit_tiles * common[start]), kind="stable")
+    turn = np.where(common[start], -1, 0 if rounds is None else rounds[page[start]])
+    tiles = -(-size // queries_per_tile)
+    rank = np.lexsort((-tiles, turn))
     start, size = start[rank], size[rank]
     offsets = np.r_[0, np.cumsum(size)].astype(np.int64)
     member = np.repeat(start - offsets[:-1], size) + np.arange(offsets[-1])

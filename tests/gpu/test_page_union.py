@@ -17,7 +17,7 @@ import pageweaver as pw
 from pageweaver.common.captures import resolve_selection
 from pageweaver.eval.output import default_captures
 from pageweaver.strategies import page_union
-from pageweaver.strategies.page_union import PageUnion, combine_partials
+from pageweaver.strategies.page_union import PageUnion, combine_partials, pairing
 from pageweaver.strategies.page_union.cuda import execute_cuda
 
 from ..helpers import (
@@ -136,6 +136,22 @@ class TestLists:
         counts = twin(target).load(problem).work(problem)
         bytes_needed = strategy.workspace_bytes(problem)
         assert strategy.work(problem) == dataclasses.replace(counts, workspace_bytes=bytes_needed)
+
+
+@pytest.mark.parametrize("kind", ["long", "batch", "short"])
+def test_rounds(target: Target, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V packed for some pages at a time: lists are the reference's, outputs those of one round."""
+    made = {"long": lambda: long_context(1), "batch": wide_batch, "short": lambda: selected("mid", 1000)}
+    problem = made[kind]()
+    runs: list[Any] = []
+    for room in (2**30, 64):
+        monkeypatch.setattr(pairing, "ROUND_PAGES", room)
+        schedule = assert_same_lists(target, problem)
+        runs.append((schedule.views["unit_counts"].shape[0] - 1, target.run(problem)))
+    (rounds, expected), (more, found) = runs
+    # Pages that may be paired all have room at once: over a short context those are all pages.
+    assert rounds == 1 and (more > 1) == (kind != "short" or not target.options["pairs"])
+    assert_same_bits(found, expected)
 
 
 def test_lists_of_real_captures(target: Target) -> None:
@@ -332,9 +348,10 @@ class TestC43Workspace:
         if kind != "messy":
             assert (out == 1).all()
 
-    def test_bytes_at_16k_queries(self) -> None:
-        """At most 1.1 GiB for 16,384 queries of Top16 over 64K tokens, and said in advance."""
-        rows, pages = 16384, 512
+    @pytest.mark.parametrize("pages", [512, 8192])
+    def test_bytes_at_16k_queries(self, pages: int) -> None:
+        """At most 1.1 GiB for 16,384 queries of Top16, whatever the context, and said in advance."""
+        rows = 16384
         cache = torch.zeros(1, 128, 1, 128, device=DEVICE).to(E4M3)
         problem = pw.AttentionProblem(
             q=torch.zeros(1, 16, 128, dtype=torch.bfloat16, device=DEVICE).expand(rows, -1, -1),
