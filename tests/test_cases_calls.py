@@ -450,6 +450,8 @@ class TestC49SilentFallback:
         strategy = target.load(problem)
         visits = strategy.work(problem).visits
         expected_visits = {"per_query": 64 * 8, "union4": 16 * 16, "union8": 8 * 16, "page_union": 16}
+        # A call of 64 queries has one a tile, hence the same rounds in any order: `auto` does not search.
+        expected_visits["auto"] = expected_visits["union8"]
         # Every regrouping makes groups of equal rows.
         assert visits == expected_visits.get(target.strategy, 8 * 8)
 
