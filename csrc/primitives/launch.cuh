@@ -26,8 +26,8 @@ inline cudaError_t count_multiprocessors(int& count) {
                                 : error;
 }
 
-// Asks for the division of L1 and shared memory that the attention kernels need: a multiprocessor has to
-// drain before it divides anew, so kernels that follow one another with another division cannot overlap.
+// Asks for the division of L1 and shared memory that the attention kernels need: a multiprocessor may have to
+// drain before it is divided anew, and kernels that follow one another are to overlap.
 template <typename Kernel>
 cudaError_t prefer_shared_memory(Kernel* kernel) {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
