@@ -1,6 +1,6 @@
 """How long does a call take? Complete calls, attention alone and preparation alone, on one CUDA device.
 
-Every arm is captured in a CUDA graph; the arms take turns inside a round, and the order rotates from round to
+Every arm is captured in a CUDA graph; the arms take turns inside a round, and the order differs from round to
 round. A row's `median_ms` is over rounds, and all samples are kept. Before it is timed, an arm is compared
 with float64 on sampled rows; a red check stops the report. Without a CUDA device arms are counted, not timed.
 """

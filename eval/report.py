@@ -267,7 +267,7 @@ def _provenance(runs: Sequence[Run]) -> str:
         )
     headings = ["file", "device", "driver", "commit", "rounds x calls", "SM MHz seen", "rows", "SHA-256"]
     note = (
-        "Medians over rotated rounds of CUDA graphs; every sample is in the rows. With one input, K and V"
+        "Medians over rounds of CUDA graphs; every sample is in the rows. With one input, K and V"
         " stay partly in L2 from call to call."
     )
     return _table(headings, lines, text=4) + _note(note) + _table(["file", "command"], commands, text=2)

@@ -82,7 +82,7 @@ def operator(
     quick: Quick = False,
     output: RowFile = Path("results/operator.jsonl"),
 ) -> None:
-    """Time complete calls, attention alone and preparation alone, all arms rotating inside a round."""
+    """Time complete calls, attention alone and preparation alone, all arms inside every round."""
     from pageweaver.eval import operator as timing
     from pageweaver.eval.arms import parse_arms
     from pageweaver.eval.timing import Protocol

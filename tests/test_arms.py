@@ -21,7 +21,7 @@ from pageweaver.common.supports import preset, streams
 from pageweaver.eval import arms, operator, timing
 from pageweaver.eval.arms import make_arm, make_strategy, parse_arms
 from pageweaver.eval.baselines import BASELINES
-from pageweaver.eval.timing import Protocol, Timings, time_rotated
+from pageweaver.eval.timing import Protocol, Timings, time_rounds
 
 CPU = torch.device("cpu")
 
@@ -169,18 +169,25 @@ def recorded(count: int) -> tuple[list[Callable[[], object]], list[int]]:
     return [lambda index=index: order.append(index) for index in range(count)], order  # type: ignore[misc]
 
 
-def test_arms_take_turns_and_the_first_moves_on() -> None:
-    runs, order = recorded(3)
+def test_every_round_has_all_arms_in_an_order_of_its_own() -> None:
+    runs, order = recorded(5)
     times = iter(range(100))
 
     def stopwatch(run: Callable[[], object]) -> float:
         run()
         return float(next(times))
 
-    samples, interrupted = time_rotated(runs, 4, silent, stopwatch)
-    assert order == [0, 1, 2, 0, 1, 2, 1, 2, 0, 2, 0, 1, 0, 1, 2]
-    assert samples == [[3, 8, 10, 12], [4, 6, 11, 13], [5, 7, 9, 14]]
+    samples, interrupted = time_rounds(runs, 7, silent, stopwatch)
     assert not interrupted
+    rounds = [order[first : first + 5] for first in range(0, len(order), 5)]
+    assert rounds[0] == [0, 1, 2, 3, 4]  # warmed up
+    assert len(rounds) == 8 and all(sorted(own) == [0, 1, 2, 3, 4] for own in rounds)
+    for index, own in enumerate(samples):
+        assert own == [5.0 * turn + rounds[turn].index(index) for turn in range(1, 8)]
+    # No arm has the same one before it all the time.
+    for index in range(5):
+        before = [own[own.index(index) - 1] for own in rounds[1:] if own[0] != index]
+        assert len(set(before)) > 1
 
 
 @pytest.mark.parametrize(("after", "kept"), [(8, 1), (9, 2), (11, 2)])
@@ -194,7 +201,7 @@ def test_ctrl_c_keeps_whole_rounds(after: int, kept: int) -> None:
         measured.append(run())
         return 1.0
 
-    samples, interrupted = time_rotated(runs, 7, silent, stopwatch)
+    samples, interrupted = time_rounds(runs, 7, silent, stopwatch)
     assert interrupted and samples == [[1.0] * kept] * 3
 
 
@@ -209,7 +216,7 @@ def test_ctrl_c_before_a_round_is_done_keeps_nothing() -> None:
         return 1.0
 
     with pytest.raises(KeyboardInterrupt):
-        time_rotated(runs, 7, silent, stopwatch)
+        time_rounds(runs, 7, silent, stopwatch)
 
 
 # --- rows ---
@@ -301,7 +308,7 @@ class Graph:
 def no_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Graphs that are loops, a stopwatch that counts runs, a clock that nobody reads; returns run counts."""
     runs: list[int] = []
-    inner = time_rotated
+    inner = time_rounds
 
     def rotated(given: Sequence[Callable[[], object]], rounds: int, report: Any) -> Any:
         def stopwatch(run: Callable[[], object]) -> float:
@@ -313,7 +320,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     reference = make_arm
     monkeypatch.setattr(timing, "capture", Graph)
-    monkeypatch.setattr(timing, "time_rotated", rotated)
+    monkeypatch.setattr(timing, "time_rounds", rotated)
     monkeypatch.setattr(timing, "watched_clock", lambda: nullcontext(timing.ClockLog([1500, 1700, 1600])))
     monkeypatch.setattr(operator, "make_arm", lambda *a: reference(*a, backend="reference"))
     return runs

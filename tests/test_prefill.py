@@ -40,7 +40,7 @@ def measured(report: Any = lambda *_: None, arms: str = "per_query,union8") -> l
 
 
 def test_rows() -> None:
-    """Parts add up to the layer, arms take turns in rotated order, and eager attention comes last."""
+    """Parts add up to the layer, arms take turns, and eager attention comes last."""
     told: list[str] = []
     rows = measured(lambda _, text: told.append(text))
     timings = [text for text in told if text.startswith("timing")]
