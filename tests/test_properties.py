@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise, product
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pageweaver as pw
+from pageweaver.common import problem as common_problem
 from pageweaver.strategies.page_union import PageUnion
 from pageweaver.strategies.page_union.pairing import (
     ROUND_PAGES,
@@ -93,9 +95,17 @@ def greedy_pairs(shared: dict[tuple[int, int], int]) -> dict[int, int]:
 
 @pytest.mark.parametrize("name", OWNERS)
 @settings(max_examples=80)
-@given(problem=problems())
-def test_union_schedule(name: str, problem: pw.AttentionProblem) -> None:
-    """Slots are a bijection; unions hold exactly what their queries selected; masks say exactly who did."""
+@given(problem=problems(), resident=st.sampled_from([0, 10, 264]))
+def test_union_schedule(name: str, problem: pw.AttentionProblem, resident: int) -> None:
+    """Slots are a bijection; unions hold exactly what their queries selected; masks say exactly who did.
+
+    A GPU that holds `resident` tiles at once runs fewer queries a tile in a small call.
+    """
+    with patch.object(common_problem, "RESIDENT_TILES", resident):
+        check_union_schedule(name, problem, resident)
+
+
+def check_union_schedule(name: str, problem: pw.AttentionProblem, resident: int) -> None:
     strategy = Target(name).load(problem)
     workspace = strategy.workspace(problem)
     poison(workspace)
@@ -105,6 +115,10 @@ def test_union_schedule(name: str, problem: pw.AttentionProblem) -> None:
     size = {"per_query": 1, "union4": tile}.get(name, 2 * tile)
     assert schedule.queries_per_group == size  # type: ignore[attr-defined]
     expected = groups_of(problem, size)
+    # Halved while the tiles of half as many queries all fit.
+    run = max(t for t in (1, 2, 4, 8, 16, 32, 64) if t <= tile)
+    while run > 1 and problem.num_kv_heads * problem.total_q / (run / 2) <= resident:
+        run //= 2
     offsets = schedule.group_offsets.tolist()  # type: ignore[attr-defined]
     groups = [list(range(a, b)) for a, b in pairwise(offsets)]
     assert groups[: len(expected)] == expected and not any(groups[len(expected) :])
@@ -125,8 +139,8 @@ def test_union_schedule(name: str, problem: pw.AttentionProblem) -> None:
                 bits = sum((word & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(words[place]))
                 found = {bit for bit in range(32 * len(words[place])) if bits >> bit & 1}
                 assert found == {i for i, s in enumerate(selected) if page in {p for _, p in s}}
-            for first in range(0, len(selected), min(tile, size)):
-                rounds += len(set().union(*selected[first : first + min(tile, size)]))
+            for first in range(0, len(selected), min(run, size)):
+                rounds += len(set().union(*selected[first : first + min(run, size)]))
             edges += sum(map(len, selected))
             visits += len(union)
             longest = max(longest, len(union))
@@ -388,6 +402,9 @@ def problem_by_hand() -> pw.AttentionProblem:
     ],
 )
 def test_counts_by_hand(name: str, edges: int, groups: int, visits: int, rounds: int) -> None:
-    report = pw.load(name).work(problem_by_hand())
+    # Nine queries run one a tile, where a round is an edge.
+    assert pw.load(name).work(problem_by_hand()).rounds == 6
+    with patch.object(common_problem, "RESIDENT_TILES", 0):  # full tiles
+        report = pw.load(name).work(problem_by_hand())
     assert (report.edges, report.groups, report.visits, report.rounds) == (edges, groups, visits, rounds)
     assert report.to_dict()["visits"] == visits and report.strategy == name
