@@ -148,9 +148,9 @@ def shape_key(problem: AttentionProblem) -> tuple[Any, ...]:
 
 
 def source_key(problem: AttentionProblem) -> tuple[int, ...]:
-    """Where the tensors lie that a schedule was made from; kernels keep some of their contents."""
-    names = ("k_cache", "v_cache", "cu_seqlens_q", "seqused_k", "page_table")
-    return tuple(getattr(problem, name).data_ptr() for name in names)
+    """Where and how the tensors lie that a schedule was made from; kernels keep some of their contents."""
+    tensors = (problem.k_cache, problem.v_cache, problem.cu_seqlens_q, problem.seqused_k, problem.page_table)
+    return tuple(x for tensor in tensors for x in (tensor.data_ptr(), *tensor.stride()))
 
 
 class Strategy(ABC):
@@ -235,10 +235,14 @@ class Strategy(ABC):
     def workspace_layout(self, problem: AttentionProblem) -> Layout:
         """Buffers for a problem's shapes; no value of any tensor is read."""
 
+    def workspace_capacity(self, problem: AttentionProblem) -> Layout:
+        """Buffers that hold the layout of this problem and of every smaller one."""
+        return self.workspace_layout(problem)
+
     def workspace_bytes(self, problem: AttentionProblem) -> int:
         """Bytes that `workspace` will allocate for a problem, from shapes alone."""
         return sum(
-            math.prod(shape) * dtype.itemsize for shape, dtype in self.workspace_layout(problem).values()
+            math.prod(shape) * dtype.itemsize for shape, dtype in self.workspace_capacity(problem).values()
         )
 
     def workspace(self, problem: AttentionProblem) -> Workspace:
@@ -249,7 +253,7 @@ class Strategy(ABC):
         MemoryError
             The device has not enough memory; the bytes needed are named.
         """
-        layout = self.workspace_layout(problem)
+        layout = self.workspace_capacity(problem)
         try:
             buffers = {
                 name: torch.empty(math.prod(shape), dtype=dtype, device=problem.device)

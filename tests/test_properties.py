@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations, pairwise, product
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 import pageweaver as pw
 from pageweaver.common import problem as common_problem
 from pageweaver.strategies.page_union import PageUnion
+from pageweaver.strategies.page_union.cuda import cuda_capacity, cuda_layout
 from pageweaver.strategies.page_union.pairing import (
     ROUND_PAGES,
     Rounds,
@@ -408,3 +412,49 @@ def test_counts_by_hand(name: str, edges: int, groups: int, visits: int, rounds:
         report = pw.load(name).work(problem_by_hand())
     assert (report.edges, report.groups, report.visits, report.rounds) == (edges, groups, visits, rounds)
     assert report.to_dict()["visits"] == visits and report.strategy == name
+
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "num_kv_heads": st.sampled_from([1, 2, 8]),
+        "batch_size": st.integers(1, 160),
+        "max_pages": st.one_of(st.integers(1, 600), st.integers(1, 8320)),
+        "total_q": st.integers(1, 4000),
+        "topk": st.integers(1, 32),
+    }
+)
+
+
+def page_layout(shape: dict[str, int], pairs: bool, arithmetic: str = "fp8") -> tuple[Any, Any]:
+    problem = SimpleNamespace(**shape, group_size=16, page_size=PAGE_SIZE)
+    base = {"unit_pages": ((shape["num_kv_heads"], 1, 2), torch.int32)}
+    return problem, cuda_layout(problem, base, pairs, arithmetic)  # type: ignore[arg-type]
+
+
+@settings(max_examples=400)
+@given(shape=SHAPES, pairs=st.booleans())
+def test_every_page_of_a_round_has_a_place(shape: dict[str, int], pairs: bool) -> None:
+    """Places that rounds number run to `pages`; in one round no further than there are edges."""
+    problem, layout = page_layout(shape, pairs)
+    rounds = Rounds.of(
+        problem.batch_size, problem.max_pages, problem.total_q * problem.topk, layout["overlaps"][0][2]
+    )
+    places = layout["packed_v"][0][0] // problem.num_kv_heads
+    assert places == (
+        min(rounds.pages, problem.total_q * problem.topk) if rounds.count == 1 else rounds.pages
+    )
+    assert rounds.count * rounds.pages >= problem.batch_size * problem.max_pages
+
+
+@settings(max_examples=400)
+@given(shape=SHAPES, pairs=st.booleans(), data=st.data())
+def test_a_workspace_serves_smaller_problems(shape: dict[str, int], pairs: bool, data: st.DataObject) -> None:
+    """Fewer requests, narrower tables, fewer rows and columns need no more of any buffer."""
+    problem, layout = page_layout(shape, pairs)
+    capacity = cuda_capacity(problem, layout)
+    fixed = ("num_kv_heads",)
+    smaller = {
+        name: size if name in fixed else data.draw(st.integers(1, size)) for name, size in shape.items()
+    }
+    for name, (wanted, dtype) in page_layout(smaller, pairs)[1].items():
+        assert capacity[name][1] == dtype and math.prod(wanted) <= math.prod(capacity[name][0]), name

@@ -71,3 +71,8 @@ def test_the_page_is_of_the_rows() -> None:
     page = (ROWS / "report" / "report.html").read_text()
     for path in ROWS.glob("*.jsonl"):
         assert f"{read_run(path).sha256[:DIGITS]}" in page, path.name
+    # No plot is left from earlier rows.
+    for path in (ROWS / "report").glob("*.png"):
+        with Image.open(path) as image:
+            name, _, digest = image.text["Source"].partition(", SHA-256 ")  # type: ignore[attr-defined]
+        assert digest == read_run(ROWS / name).sha256, path.name

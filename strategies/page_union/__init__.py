@@ -25,6 +25,7 @@ from pageweaver.common.strategy import (
 from pageweaver.common.work import WorkReport
 from pageweaver.strategies.page_union.cuda import (
     CUDA_CAPABILITIES,
+    cuda_capacity,
     cuda_layout,
     execute_cuda,
     prepare_cuda,
@@ -164,6 +165,11 @@ class PageUnion(Strategy):
         }
         return cuda_layout(problem, layout, self.pairs, arithmetic) if backend == "cuda" else layout
 
+    def workspace_capacity(self, problem: AttentionProblem) -> Layout:
+        """As `Strategy.workspace_capacity`: fewer requests may pair more pages each."""
+        layout = self.workspace_layout(problem)
+        return cuda_capacity(problem, layout) if self.resolve(problem)[0] == "cuda" else layout
+
     def prepare(self, problem: AttentionProblem, workspace: Workspace | None = None) -> PageSchedule:
         """Invert the incidence, pair pages and build the work lists; see `Strategy.prepare`."""
         backend, arithmetic = self.resolve(problem)
@@ -227,6 +233,7 @@ class PageUnion(Strategy):
         self, problem: AttentionProblem, schedule: Any, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
         if schedule.backend == "cuda":
+            check_alignment("q", problem.q)  # may be another one than the schedule's
             check_alignment("out", out)
             execute_cuda(problem, schedule.views, out, lse, schedule.arithmetic)
             return

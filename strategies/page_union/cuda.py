@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ from pageweaver.common.native import load_cuda
 from pageweaver.common.problem import HEAD_DIM, AttentionProblem
 from pageweaver.common.strategy import Capabilities, Layout
 from pageweaver.strategies.page_union.pairing import (
+    CHUNK_PAGES,
+    MOST_CHUNKS,
+    MOST_OVERLAPS,
+    MOST_PAIRED,
     UNIT_TILES,
     Rounds,
     chunk_pages,
@@ -73,6 +78,32 @@ def cuda_layout(problem: AttentionProblem, base: Layout, pairs: bool, arithmetic
         "packed_q": ((heads, total_q, group_size, QUERY_ROW_BYTES[arithmetic]), torch.uint8),
         "unit_tickets": ((rounds.count + 1,), torch.int32),
     }
+
+
+def cuda_capacity(problem: AttentionProblem, layout: Layout) -> Layout:
+    """`cuda_layout` with those buffers larger that a smaller problem may need more of.
+
+    Requests share a bounded matrix of overlaps, and pages a bounded number of chunks: fewer of them have more
+    each. The bounds here grow with every dimension.
+    """
+    heads, batch, max_pages = problem.num_kv_heads, problem.batch_size, problem.max_pages
+    pages, edges = batch * max_pages, problem.total_q * problem.topk
+    most = min(max_pages, MOST_PAIRED) if layout["overlaps"][0][2] else 0  # of a request
+    # limit <= sqrt(MOST_OVERLAPS / matrices), for any number of matrices up to this one.
+    paired = min(heads * batch * most, math.isqrt(MOST_OVERLAPS * heads * batch) + 1)
+    overlaps = min(heads * batch * most**2, MOST_OVERLAPS) + 3 * paired
+    per_head = min(batch * most, math.isqrt(MOST_OVERLAPS * batch // heads) + 1)
+    rounds = Rounds.most(batch, max_pages, per_head)
+    chunks = max(1, min(MOST_CHUNKS, -(-pages // CHUNK_PAGES)))
+    sizes = {
+        "overlaps": overlaps,
+        "paired_pages": paired if math.prod(layout["paired_pages"][0]) else 0,
+        "class_totals": heads * chunks * CLASSES,
+        "unit_counts": (rounds.count + 1) * heads,
+        "unit_tickets": rounds.count + 1,
+        "packed_v": heads * min(rounds.pages, edges) * HEAD_DIM * problem.page_size,
+    }
+    return {**layout, **{name: ((size,), layout[name][1]) for name, size in sizes.items()}}
 
 
 def _lists(

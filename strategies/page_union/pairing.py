@@ -52,13 +52,28 @@ class Rounds:
             Most pages of a request that may be paired.
         """
         pages = batch_size * max_pages
-        room = max(ROUND_PAGES, batch_size * paired)
-        if min(pages, edges) <= room:
-            return cls(max(1, pages), 1)
         # Units are ordered by chunks of pages.
         chunk = chunk_pages(batch_size, max_pages)
-        room = -(-room // chunk) * chunk
+        room = -(-max(ROUND_PAGES, batch_size * paired) // chunk) * chunk
+        if min(pages, edges) <= room:
+            return cls(max(1, pages), 1)
         return cls(room, -(-pages // room))
+
+    @classmethod
+    def most(cls, batch_size: int, max_pages: int, paired: int) -> Rounds:
+        """At least the memory and the rounds of any problem with no more requests and pages.
+
+        Parameters
+        ----------
+        batch_size, max_pages : int
+        paired : int
+            Most pages of a KV head that may be paired in any of them.
+        """
+        pages = batch_size * max_pages
+        largest = chunk_pages(batch_size, max_pages)
+        room = max(ROUND_PAGES, paired)
+        room = max(-(-room // chunk) * chunk for chunk in range(CHUNK_PAGES, largest + 1, CHUNK_PAGES))
+        return cls(max(1, min(pages, room)), max(1, -(-pages // ROUND_PAGES)))
 
 
 def chunk_pages(batch_size: int, max_pages: int) -> int:

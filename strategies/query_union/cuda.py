@@ -258,6 +258,7 @@ def execute_cuda(
     problem: AttentionProblem, schedule: UnionSchedule, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
     """Run a prepared union schedule on the problem's device and current stream."""
+    check_alignment("q", problem.q)  # may be another one than the schedule's
     check_alignment("out", out)
     for name in ("query_ids", "group_offsets", "union_pages", "union_masks", "union_counts"):
         if getattr(schedule, name) is not schedule.views[name]:
