@@ -69,8 +69,9 @@ __device__ void produce(const UnionParams& p, const CUtensorMap& key_map, const 
                         SharedMemory& shared, const Tile& tile) {
     const int lane = threadIdx.x % 32;
     const int count = p.union_counts[tile.unit];
-    const int32_t* pages = p.union_pages + tile.unit * p.max_union;
-    const uint32_t* masks = p.union_masks + tile.unit * p.max_union * p.mask_words;
+    const int64_t first = int64_t{tile.unit} * p.max_union;
+    const int32_t* pages = p.union_pages + first;
+    const uint32_t* masks = p.union_masks + first * p.mask_words;
     const int32_t* sources = p.page_table + tile.request * p.page_table_stride;
     Ring ring;
     for (int base = 0; base < count; base += 32) {
