@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pageweaver.common.strategy import TABLE_ORDER
 from pageweaver.eval import paper
 from pageweaver.eval.output import BLUE, GREEN, GREY, ORANGE, compact
 from pageweaver.eval.roofline import floor_of
@@ -20,16 +21,7 @@ Row = Mapping[str, Any]
 COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#56B4E9", "#D55E00", "#000000", GREY)
 MARKS = "osD^vPXh"
 # These look the same in every plot; others take what comes after them.
-KNOWN = (
-    "per_query",
-    "union4",
-    "union8",
-    "regroup_w64",
-    "regroup_w128",
-    "auto",
-    "page_union",
-    "page_union/single",
-)
+KNOWN = (*(name for name in TABLE_ORDER if not name.startswith("offline")), "page_union/single")
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Any]:

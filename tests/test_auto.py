@@ -32,8 +32,8 @@ def test_takes_one_of_three(name: str, objective: str) -> None:
             # One of the halves may have given up.
             allowed = (0, 1) if choice == 1 else (choice,)
             assert any(torch.equal(schedule.query_ids[0, slots], ids[k, slots]) for k in allowed)
-    # What saves less than building unions again costs is left.
-    assert strategy.work(problem).rounds <= 1.005 * min(other.work(problem).rounds for other in others)
+    # What saves less than building unions again costs is left: here a round of 3,441.
+    assert strategy.work(problem).rounds <= 1 + min(other.work(problem).rounds for other in others)
 
 
 @pytest.mark.parametrize("objective", ["visits", "rounds"])
