@@ -71,13 +71,15 @@ __global__ void __launch_bounds__(kThreads) combine_partials(PageUnionParams p) 
     const int64_t query = owner % p.total_q, qo_head = (owner / p.total_q << p.group_shift) + sub;
     const float v_scale = p.v_scale_pointer ? *p.v_scale_pointer : p.v_scale;
     const float scale = total == 0.0f ? 0.0f : v_scale / total;
-    // Column 2 j + e of a lane is column 32 (lane / 4) + 8 j + 2 (lane % 4) + e of the head.
-    __nv_bfloat16* target = static_cast<__nv_bfloat16*>(p.out) + query * p.out_stride_row +
-                            qo_head * p.out_stride_head + lane / 4 * 32 + lane % 4 * 2;
+    uint32_t words[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-        *reinterpret_cast<__nv_bfloat162*>(target + 8 * j) =
-            __floats2bfloat162_rn(acc[2 * j] * scale, acc[2 * j + 1] * scale);
+    for (int k = 0; k < 4; ++k) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(acc[2 * k] * scale, acc[2 * k + 1] * scale);
+        words[k] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+    reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + query * p.out_stride_row +
+                             qo_head * p.out_stride_head)[lane] =
+        make_uint4(words[0], words[1], words[2], words[3]);
     if (p.lse && lane == 0)
         p.lse[query * p.lse_stride_row + qo_head * p.lse_stride_head] =
             total == 0.0f ? -INFINITY : base + logf(total);

@@ -85,9 +85,9 @@ struct PageUnionParams {
     const int32_t* pair_slots;  // those of pages in pairs, where single pages run in rounds
     const uint8_t* packed_v;    // [max_packed, head_dim, page_size]
     uint8_t* packed_q;          // [num_kv_heads, total_q, group_size, kQueryRowBytes]; see quantize.cu
-    void* partials;  // bf16 [num_kv_heads, total_q, topk, group_size, head_dim], order of its accumulators
-    float* lse_partials;     // [num_kv_heads, total_q, topk, group_size]; natural log
-    uint32_t* unit_tickets;  // [1 + rounds]; next unit of pairs and of each round
+    void* partials;             // bf16 [num_kv_heads, total_q, topk, group_size, head_dim]
+    float* lse_partials;        // [num_kv_heads, total_q, topk, group_size]; natural log
+    uint32_t* unit_tickets;     // [1 + rounds]; next unit of pairs and of each round
     // Scales: the pointer wins where it is not null.
     const float *softmax_scale_pointer, *k_scale_pointer, *v_scale_pointer;
     float softmax_scale, k_scale, v_scale;

@@ -4,9 +4,10 @@
 // wgmma takes FP8 operands K-major only, so PV's B operand is V^T. One CTA transposes one selected page.
 // Inside each 32 tokens the byte at k = 16 * half + 4 * c + b is token 16 * half + 8 * (b / 2) + 2 * c + b %
 // 2: the order in which a thread of the QK product holds its columns, so that its probabilities are PV's A
-// fragments with no shuffle. Row d holds 128 bytes; its 16-byte chunk i lies at chunk i ^ (d % 8), the
-// 128-byte swizzle, so that a plain bulk copy fills a shared-memory operand. Tokens at or past seqused_k
-// become 0: whatever lies there can reach no result.
+// fragments with no shuffle. Rows go by d, but inside each 32 in an order (packed_row_of) that gives a thread
+// of the product eight neighbouring columns, 16 bytes of output. A row holds 128 bytes; chunk i of 16 bytes
+// of row n lies at chunk i ^ (n % 8), the 128-byte swizzle, so that a plain bulk copy fills a shared-memory
+// operand. Tokens at or past seqused_k become 0: whatever lies there can reach no result.
 //
 // The same launch sorts units by size, largest first, for an even end of the attention kernel.
 
@@ -19,6 +20,12 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kOrderBlocks = 8;
+
+// The row of V^T that holds output column d = 32 g + 8 q + 2 k + b: 32 g + 8 k + 2 q + b, which is in
+// accumulator 4 (4 g + k) + b of lanes of quad position q.
+__device__ __forceinline__ int packed_row_of(int d) {
+    return (d & ~31) | (d & 6) << 2 | (d & 24) >> 2 | (d & 1);
+}
 
 // Counting sort by bin; the order inside a bin is free, since results do not depend on it. Sizes are on their
 // way while bins are summed: this stands between the last union and the attention kernel.
@@ -93,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
                                          __byte_perm(high01, high23, 0x7632)};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int row = d + i, chunk = sixteen ^ (row % 8);
+                const int row = packed_row_of(d + i), chunk = sixteen ^ (row % 8);
                 *reinterpret_cast<uint32_t*>(tile + row * kPageSize + chunk * 16 + 4 * c) = columns[i];
             }
         }

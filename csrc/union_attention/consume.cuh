@@ -316,6 +316,22 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
         const int rounds = tile.rounds;
 #pragma unroll
         for (int k = 0; k < 32; ++k) acc_low[k] = acc_high[k] = 0.0f;
+        // PV of the page before beside QK of the next, all but the last half of that PV.
+        const auto multiply_and_score = [&] {
+            wait_value();
+            issue_pv(std::true_type{});
+            issue_qk();
+            wgmma_wait_group<1>();
+            add_high();
+            issue_pv(std::false_type{});
+            wgmma_wait_group<1>();
+        };
+        // The first page has none before it, and no half is a member yet: nothing is added.
+        const auto finish_product = [&](bool has_product) {
+            wgmma_wait_group<0>();
+            add_product(acc_low);
+            if (has_product) release_value();
+        };
         const auto multiply_values = [&] {
             wait_value();
             issue_pv(std::true_type{});
@@ -351,30 +367,24 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
             }
             release_q();
         } else if (rounds > 0) {
-            // FP8's first round has no PV beside it. Split's would be a second copy of a code that
-            // instruction caches hold once: its round 0 multiplies whatever lies in the next slot by nothing,
-            // and as no half is a member yet nothing of that is used.
-            if constexpr (!kIsSplit) {
-                issue_qk();
-                wgmma_wait_group<0>();
+            issue_qk();
+            wgmma_wait_group<0>();
+            if constexpr (kIsSplit) {
+                // One copy of the softmax for all pages: with another for the first, instruction caches do
+                // not hold this loop.
+                for (int j = 1;; ++j) {
+                    if (j == rounds) release_q();
+                    softmax([&] { finish_product(j > 1); });
+                    if (j == rounds) break;
+                    multiply_and_score();
+                }
+            } else {
                 release_q();
                 softmax([] {});
-            }
-            for (int j = kIsSplit ? 0 : 1; j < rounds; ++j) {
-                const bool has_pv = !kIsSplit || j > 0;
-                if (has_pv) wait_value();
-                issue_pv(std::true_type{});
-                issue_qk();
-                wgmma_wait_group<1>();
-                add_high();
-                issue_pv(std::false_type{});
-                wgmma_wait_group<1>();
-                if (kIsSplit && j == rounds - 1) release_q();
-                softmax([&] {
-                    wgmma_wait_group<0>();
-                    add_product(acc_low);
-                    if (has_pv) release_value();
-                });
+                for (int j = 1; j < rounds; ++j) {
+                    multiply_and_score();
+                    softmax([&] { finish_product(true); });
+                }
             }
             multiply_values();
         } else {
@@ -388,15 +398,22 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
             const int64_t query = rows[16 * warp + row_low + 8 * h], qo_head = qo_head_of(p, tile, head_row);
             if (query < 0) continue;
             const float scale = total[h] == 0.0f ? 0.0f : v_scale / total[h];
-            __nv_bfloat16* target = static_cast<__nv_bfloat16*>(p.out) + query * p.out_stride_row +
-                                    qo_head * p.out_stride_head + 2 * quad;
+            // Eight neighbouring columns each (packed_row_of).
+            uint4* const target =
+                reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + query * p.out_stride_row +
+                                         qo_head * p.out_stride_head) +
+                quad;
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                const int i = 4 * k + 2 * h;
-                *reinterpret_cast<__nv_bfloat162*>(target + 8 * k) =
-                    __floats2bfloat162_rn(acc_low[i] * scale, acc_low[i + 1] * scale);
-                *reinterpret_cast<__nv_bfloat162*>(target + kHeadDim / 2 + 8 * k) =
-                    __floats2bfloat162_rn(acc_high[i] * scale, acc_high[i + 1] * scale);
+            for (int g = 0; g < 4; ++g) {
+                const float (&acc)[32] = g < 2 ? acc_low : acc_high;
+                uint32_t words[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const int i = 16 * (g % 2) + 4 * k + 2 * h;
+                    const __nv_bfloat162 pair = __floats2bfloat162_rn(acc[i] * scale, acc[i + 1] * scale);
+                    words[k] = *reinterpret_cast<const uint32_t*>(&pair);
+                }
+                target[4 * g] = make_uint4(words[0], words[1], words[2], words[3]);
             }
             if (p.lse && quad == 0)
                 p.lse[query * p.lse_stride_row + qo_head * p.lse_stride_head] =

@@ -61,8 +61,7 @@ class PageSchedule(Schedule):
         int32 ``[num_kv_heads, total_q]``; partials of each query.
     partials : torch.Tensor
         ``[num_kv_heads, total_q, topk, group_size, head_dim]``; normalised partial outputs, bfloat16
-        (float32 with arithmetic "float32"). On CUDA the columns of each 32 lie in the order of the
-        producer's accumulators, ``[4, 4, 2]`` with the first two dimensions swapped.
+        (float32 with arithmetic "float32").
     lse_partials : torch.Tensor
         float32 ``[num_kv_heads, total_q, topk, group_size]``; natural log.
     views : dict

@@ -162,7 +162,7 @@ def test_lists_of_real_captures(target: Target) -> None:
 
 class TestPartials:
     def test_against_the_twin(self, target: Target) -> None:
-        """Every partial on its own, in the columns' order that the schedule documents."""
+        """Every partial on its own."""
         problem = messy(0)
         schedules: list[Any] = []
         for side in (target, twin(target)):
@@ -173,8 +173,7 @@ class TestPartials:
             strategy.execute(problem, schedules[-1])
         ours, theirs = schedules
         live = torch.arange(problem.topk, device=DEVICE) < ours.partial_counts[..., None]
-        columns = torch.arange(128, device=DEVICE).view(4, 4, 4, 2).transpose(1, 2).flatten()
-        found, expected = ours.partials[live].float(), theirs.partials[live].float()[..., columns]
+        found, expected = ours.partials[live].float(), theirs.partials[live].float()
         assert (found - expected).norm() <= TWIN_NRMS[target.arithmetic] * expected.norm()
         # A partial may see one token, whose logit both sides round alike.
         lse_error = (ours.lse_partials[live] - theirs.lse_partials[live]).abs().max()
@@ -264,9 +263,7 @@ class TestC17Combine:
         out = torch.full(problem.q.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
         lse = torch.full(problem.q.shape[:2], 777.0, device=DEVICE)
         execute_cuda(problem, schedule.views, out, lse, "fp8", combine_only=True)
-        # The head's columns in the order of the partials.
-        columns = torch.arange(128, device=DEVICE).view(4, 4, 4, 2).transpose(1, 2).flatten()
-        return out[..., columns], lse, schedule
+        return out, lse, schedule
 
     @pytest.mark.parametrize("group_size", [16, 4, 1])
     def test_by_hand(self, group_size: int) -> None:
