@@ -10,7 +10,8 @@
 // and its warp w rows 16 w to 16 w + 15.
 //
 // Arithmetic: single E4M3 parts of Q and probabilities, or (kIsSplit) a high and a low part of both, whose
-// products go into one accumulator, low parts first.
+// products go into one accumulator, low parts first. An accumulator keeps 13 bits and truncates. Beside two
+// parts that shows in an LSE: row sums then have an accumulator a page, of eight columns.
 //
 // Shared memory of pairs / single pages / split, 106 / 102 / 100 KiB: pages (K 16 KiB, V^T 16 KiB) 3 / 2 / 2,
 // tiles of queries (9 KiB, split 17) 1 / 4 / 2, ones, what the units and tiles are, barriers. A unit keeps
@@ -107,7 +108,8 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared
         if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tile_ring.stage]));
     };
 
-    float scores[kPages][64], acc[64], sums[4];
+    constexpr int kSums = kParts == 2 ? kPages : 1;
+    float scores[kPages][64], acc[64], sums[kSums][4];
     uint32_t probabilities[kPages][kParts][16];
     int mine0, mine1;
     float top0, top1;
@@ -123,10 +125,11 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared
                                 operand + 2 * (k % 4), k > 0);
         wgmma_commit_group();
     };
-    // Row sums of the rounded probabilities are their product with a column of ones.
+    // Row sums of the rounded probabilities are their product with columns of ones.
     const auto issue_pv = [&] {
         const uint64_t ones = wgmma_descriptor_plain(smem_address(shared.ones));
-        discard_registers(sums);
+#pragma unroll
+        for (auto& sum : sums) discard_registers(sum);
         discard_registers(acc);
         wgmma_fence();
 #pragma unroll
@@ -137,9 +140,9 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared
 #pragma unroll
                 for (int k = 0; k < kPageSize / 32; ++k) {
                     const Fragment& weights = fragment(probabilities[i][part], k);
-                    const bool adds = part < kParts - 1 || i + k > 0;
-                    wgmma_m64n8k32_rs(sums, weights, ones, adds);
-                    wgmma_m64n128k32_rs(acc, weights, operand + 2 * k, adds);
+                    const bool adds = part < kParts - 1 || i >= kSums || k > 0;
+                    wgmma_m64n8k32_rs(sums[i % kSums], weights, ones, adds);
+                    wgmma_m64n128k32_rs(acc, weights, operand + 2 * k, part < kParts - 1 || i + k > 0);
                 }
             }
         wgmma_commit_group();
@@ -244,6 +247,17 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared
         top0 *= factor0;
         top1 *= factor1;
     };
+    // Total of the row whose first register is `at`; in split a thread has two of its eight columns.
+    const auto row_total = [&](int at) {
+        float total = 0.0f;
+#pragma unroll
+        for (const auto& sum : sums) total += kParts == 2 ? sum[at] + sum[at + 1] : sum[at];
+        if constexpr (kParts == 2) {
+            total += __shfl_xor_sync(kAllLanes, total, 1);
+            total += __shfl_xor_sync(kAllLanes, total, 2);
+        }
+        return total;
+    };
     const auto store_row = [&](int tile, int tile_row, int mine, float total, float top, int offset) {
         if (tile * queries_per_tile + (tile_row >> p.group_shift) >= unit.members) return;
         const int sub = tile_row & ((1 << p.group_shift) - 1);
@@ -256,8 +270,8 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared
             uint32_t words[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const __nv_bfloat162 pair = __floats2bfloat162_rn(acc[16 * g + 4 * j + offset] * scale,
-                                                                  acc[16 * g + 4 * j + offset + 1] * scale);
+                const int at = 16 * g + 4 * j + offset;
+                const __nv_bfloat162 pair = __floats2bfloat162_rn(acc[at] * scale, acc[at + 1] * scale);
                 words[j] = *reinterpret_cast<const uint32_t*>(&pair);
             }
             __stcs(target + 4 * g, make_uint4(words[0], words[1], words[2], words[3]));
@@ -265,10 +279,12 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared
         if (quad == 0) p.lse_partials[row] = (top + log2f(total) - kPScaleLog2) * kLn2;
     };
     const auto store_tile = [&](int tile) {
-        fence_registers(sums);
+#pragma unroll
+        for (auto& sum : sums) fence_registers(sum);
         fence_registers(acc);
-        store_row(tile, row0, mine0, sums[0], top0, 0);
-        store_row(tile, row0 + 8, mine1, sums[2], top1, 2);
+        const float total0 = row_total(0), total1 = row_total(2);
+        store_row(tile, row0, mine0, total0, top0, 0);
+        store_row(tile, row0 + 8, mine1, total1, top1, 2);
     };
 
     const auto start_tile = [&] {
@@ -335,7 +351,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         }
         fence_mbarrier_init();
     }
-    for (int i = threadIdx.x; i < kOnesBytes / 4; i += kThreads) shared.ones[i] = kE4m3Ones;
+    // In split column n has ones in the n-th four of each 32 tokens: shorter sums are truncated less.
+    for (int i = threadIdx.x; i < kOnesBytes / 4; i += kThreads) {
+        const int column = i / 4 % 8, four = i / 32 * 4 + i % 4;
+        shared.ones[i] = kIsSplit && four != column ? 0 : kE4m3Ones;
+    }
     fence_proxy_async();
     __syncthreads();
     // Single pages read nothing that pairs write. Their kernel starts once every CTA of the other has begun,

@@ -33,7 +33,7 @@ struct SharedMemory {
     uint8_t keys[kSlots][kPageBytes];
     uint8_t values[kSlots][kPageBytes];
     uint8_t queries[kTiles][kTileBytes];
-    uint32_t ones[kOnesBytes / 4];  // 8 rows of 1.0 in e4m3
+    uint32_t ones[kOnesBytes / 4];  // 8 rows of 1.0 in e4m3, or (split) of 1.0 and 0
     // query << 5 | slot. They are read after the tile's place was given back, before the next tile's is: two
     // turns of the ring.
     int32_t members[2][kTiles][kTileRows];
