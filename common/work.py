@@ -33,7 +33,8 @@ class WorkReport:
     workspace_bytes : int
         Bytes of the workspace for the call's shapes.
     page_bytes : int
-        K and V bytes read, a page counted once a visit.
+        K and V bytes loaded through L2: a page once a visit where a group shares it (page_union, mapping
+        "cluster"), else once a round.
     partial_bytes : int
         Partial output and LSE bytes, written and read.
     """

@@ -247,6 +247,8 @@ def union_work(
         key = (group * schedule.union_pages.shape[2] + rank) * tiles + tile
         rounds += len(torch.unique(key))
     page_bytes = 2 * problem.page_size * problem.head_dim * problem.k_cache.element_size()
+    # The tiles of a cluster share a load of a page; independent ones load the pages of their own members.
+    loads = visits if schedule.mapping == "cluster" else rounds
     return WorkReport(
         strategy=name,
         edges=edges,
@@ -259,6 +261,6 @@ def union_work(
         partials=0,
         saved_partials=0,
         workspace_bytes=workspace_bytes,
-        page_bytes=visits * page_bytes,
+        page_bytes=loads * page_bytes,
         partial_bytes=0,
     )
