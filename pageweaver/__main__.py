@@ -388,20 +388,22 @@ def report(
 ) -> None:
     """Make one page of tables and plots from measured rows, the paper's figures beside ours."""
     from pageweaver.eval import output as files
-    from pageweaver.eval import report as reporting
+    from pageweaver.eval.readme import arithmetic_table, measured_table
+    from pageweaver.eval.report import make_page
+    from pageweaver.eval.runs import read_run
 
     console = Console()
     if not readme:
         files.check_folder(output, "report.html")
-    runs = [reporting.read_run(path) for path in rows]
+    runs = [read_run(path) for path in rows]
     if readme:
         first = next((run for run in runs if run.bench == "operator"), None)
         if first is None:
             raise ValueError("rows: got no file of bench operator, supported with --readme: one")
         columns = None if strategies is None else [x.strip() for x in strategies.split(",") if x.strip()]
-        say(console, f"{reporting.measured_table(first.rows, columns)}\n\n{reporting.arithmetic_table(runs)}")
+        say(console, f"{measured_table(first.rows, columns)}\n\n{arithmetic_table(runs)}")
         return
-    page = reporting.make_page(runs)
+    page = make_page(runs)
     files.write_files(output, {"report.html": page.html.encode(), **page.plots})
     say(console, f"Wrote {output / 'report.html'} and {len(page.plots)} plots.")
 

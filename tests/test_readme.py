@@ -10,7 +10,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from pageweaver.__main__ import app
-from pageweaver.eval.report import DIGITS, arithmetic_table, make_page, measured_table, read_run
+from pageweaver.eval.readme import arithmetic_table, measured_table
+from pageweaver.eval.report import make_page
+from pageweaver.eval.runs import DIGITS, read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

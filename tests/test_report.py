@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 from pageweaver.__main__ import app
 from pageweaver.common.supports import preset
 from pageweaver.eval import ablations, figures, operator, paper, report, roofline, survey
-from pageweaver.eval.report import arithmetic_table, cases_of, make_page, measured_table, read_run
+from pageweaver.eval.readme import arithmetic_table, measured_table
+from pageweaver.eval.report import make_page
 from pageweaver.eval.roofline import floor_of
+from pageweaver.eval.runs import cases_of, read_run
 from pageweaver.eval.scaling import Shape, measure
 from pageweaver.eval.timing import Protocol
 
