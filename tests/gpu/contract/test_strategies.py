@@ -1,8 +1,3 @@
-"""Bits, workspaces, schedules and query ids on the kernels."""
+"""Bits and query ids on the kernels."""
 
-from ...test_strategies import (  # noqa: F401
-    TestBits,
-    TestQueryIds,
-    TestSchedules,
-    TestWorkspaces,
-)
+from ...test_strategies import TestBits, TestQueryIds  # noqa: F401
