@@ -91,8 +91,7 @@ void prepare_page_union(const py::dict& arguments, uintptr_t stream_address) {
     check(launch_page_lists(lists, stream), "prepare_page_union (lists)");
     if (lists.rounds > 1) return;  // V is packed before each
     const PageRange all{0, int64_t{lists.batch_size} * lists.max_pages};
-    check(launch_pack_values(read_page_values(arguments), false, all, stream),
-          "prepare_page_union (packed V)");
+    check(launch_pack_values(read_page_values(arguments), 0, all, stream), "prepare_page_union (packed V)");
 }
 
 PageUnionParams read_page_union(const py::dict& arguments) {

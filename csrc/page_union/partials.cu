@@ -402,7 +402,7 @@ cudaError_t launch_all_units(PageUnionParams p, const CUtensorMap& key_map, Prep
     const auto pack = [&](const int32_t* slots, PageRange range) {
         if (p.rounds == 1) return cudaSuccess;  // done in preparation
         values.packed_slots = const_cast<int32_t*>(slots);
-        return launch_pack_values(values, false, range, stream);
+        return launch_pack_values(values, 0, range, stream);
     };
     cudaError_t error = cudaSuccess;
     if (p.has_pairs) {

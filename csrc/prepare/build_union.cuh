@@ -84,11 +84,13 @@ __device__ inline void claim_place(const PrepareParams& p, int64_t index) {
         *place = atomicAdd(&p.counters[kPackedCount], 1);
 }
 
-// All threads of a CTA have claimed what its queries selected: pack_values may start, and what it reads
-// without waiting for this kernel to end is in memory.
-__device__ inline void pages_are_claimed() {
-    __threadfence();
-    __syncthreads();
+// Behind a barrier of the threads that have claimed what a CTA's queries selected, `is_first` in one of them:
+// pack_values may start, and sees it once it has seen all CTAs counted.
+__device__ inline void pages_are_claimed(const PrepareParams& p, bool is_first) {
+    if (is_first) {
+        __threadfence();
+        atomicAdd(&p.counters[kClaimers], 1);
+    }
     grid_dependency_launch();
 }
 

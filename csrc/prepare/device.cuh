@@ -15,9 +15,18 @@ constexpr int kPackedCount = 2 * kSizeBins, kLiveGroups = kPackedCount + 1, kLiv
 // Tiles that attention's CTAs have drawn beyond their first, and CTAs that found none left; 0 between
 // kernels.
 constexpr int kTilesDrawn = kPackedCount + 3, kCtasDone = kPackedCount + 4;
-constexpr int kCounters = kPackedCount + 5;
+// CTAs that have marked all pages which their queries selected; 0 between calls.
+constexpr int kClaimers = kPackedCount + 5;
+constexpr int kCounters = kPackedCount + 6;
 // A packed slot that one warp has claimed and not numbered yet.
 constexpr int kClaimed = -2;
+
+// What others wrote before they released the value that is read here, is seen behind it.
+__device__ __forceinline__ int load_acquire(const int32_t* address) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
 
 __device__ inline int warp_inclusive_sum(int value, int lane) {
 #pragma unroll

@@ -57,11 +57,15 @@ __device__ void order_units(const PrepareParams& p) {
                 static_cast<int32_t>(unit);
 }
 
-__global__ void __launch_bounds__(kThreads)
-    pack_values(PrepareParams p, bool is_claimed_early, PageRange range) {
+__global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, int claimers, PageRange range) {
     grid_dependency_launch();  // what follows sets up meanwhile, and waits for this kernel before it reads
-    if (!is_claimed_early || blockIdx.x < kOrderBlocks) grid_dependency_wait();
+    // That the kernel before let this one start says nothing about what is seen of its marks: an acquired
+    // count of its CTAs does. One that is not full yet, or cleared again, leaves the wait for all of it.
+    const bool is_early =
+        blockIdx.x >= kOrderBlocks && claimers > 0 && load_acquire(&p.counters[kClaimers]) == claimers;
+    if (!is_early) grid_dependency_wait();
     if (blockIdx.x < kOrderBlocks) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) p.counters[kClaimers] = 0;
         order_units(p);
         return;
     }
@@ -71,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
         const int head = static_cast<int>(i / range.count);
         const int64_t at = range.first + i % range.count;
         const int64_t index = int64_t{head} * p.batch_size * p.max_pages + at;
-        const int packed = __ldcg(p.packed_slots + index);  // written while this kernel was being started
+        const int packed = p.packed_slots[index];
         if (packed < 0) continue;
         const int page = static_cast<int>(at % p.max_pages);
         const int request = static_cast<int>(at / p.max_pages);
@@ -114,13 +118,13 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t launch_pack_values(const PrepareParams& p, bool is_claimed_early, PageRange range,
+cudaError_t launch_pack_values(const PrepareParams& p, int64_t claimers, PageRange range,
                                cudaStream_t stream) {
     const int64_t slots = p.num_kv_heads * range.count;
     const int64_t pages = p.max_packed == 0 ? 0 : slots < 132 * 8 ? slots : 132 * 8;
     if (const cudaError_t error = prefer_shared_memory(pack_values); error != cudaSuccess) return error;
-    return launch_dependent(pack_values, 1, kOrderBlocks + pages, kThreads, 0, stream, p, is_claimed_early,
-                            range);
+    return launch_dependent(pack_values, 1, kOrderBlocks + pages, kThreads, 0, stream, p,
+                            static_cast<int>(claimers), range);
 }
 
 }  // namespace pageweaver

@@ -65,9 +65,9 @@ struct PageRange {
 };
 
 // The last part of it alone: orders units and packs V^T of the pages that have a slot, of those in `range`.
-// is_claimed_early: the kernel before lets this one start when all pages have their slots; they are then
-// packed while that kernel goes on.
-cudaError_t launch_pack_values(const PrepareParams& params, bool is_claimed_early, PageRange range,
+// claimers: CTAs of the kernel before that count themselves when pages have their slots; all pages are then
+// packed while that kernel goes on. 0: it is waited for.
+cudaError_t launch_pack_values(const PrepareParams& params, int64_t claimers, PageRange range,
                                cudaStream_t stream);
 
 }  // namespace pageweaver

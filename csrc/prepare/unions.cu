@@ -117,13 +117,14 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
             }
         }
     }
-    pages_are_claimed();
+    __syncthreads();
+    pages_are_claimed(p, threadIdx.x == 0);
     if (!is_live) return;
     const int rounds = write_union(p, head, group, slots, scratch);
     if (lane == 0) count_size(p, rounds);
 }
 
-cudaError_t launch_build_unions(const PrepareParams& p, cudaStream_t stream) {
+cudaError_t launch_build_unions(const PrepareParams& p, cudaStream_t stream, int64_t& ctas) {
     const size_t warp_bytes = sizeof(uint32_t) * union_words(p);
     constexpr size_t kMaxShared = 227 * 1024;
     if (warp_bytes > kMaxShared) return cudaErrorInvalidValue;
@@ -136,8 +137,8 @@ cudaError_t launch_build_unions(const PrepareParams& p, cudaStream_t stream) {
             build_unions, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
         if (error != cudaSuccess) return error;
     }
-    const int64_t units = int64_t{p.num_kv_heads} * p.max_groups;
-    return launch_dependent(build_unions, 1, (units + warps - 1) / warps, warps * kWarp, shared, stream, p);
+    ctas = (int64_t{p.num_kv_heads} * p.max_groups + warps - 1) / warps;
+    return launch_dependent(build_unions, 1, ctas, warps * kWarp, shared, stream, p);
 }
 
 }  // namespace
@@ -153,10 +154,11 @@ cudaError_t launch_prepare(const PrepareParams& p, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
     plan_groups<<<1 + static_cast<unsigned>(clearing < 264 ? clearing : 264), kPlanThreads, 0, stream>>>(p);
     error = cudaGetLastError();
+    int64_t claimers = int64_t{p.num_kv_heads} * p.max_windows;
     if (error == cudaSuccess)
-        error = p.window > 0 ? launch_regroup(p, stream) : launch_build_unions(p, stream);
+        error = p.window > 0 ? launch_regroup(p, stream) : launch_build_unions(p, stream, claimers);
     return error == cudaSuccess
-               ? launch_pack_values(p, true, {0, int64_t{p.batch_size} * p.max_pages}, stream)
+               ? launch_pack_values(p, claimers, {0, int64_t{p.batch_size} * p.max_pages}, stream)
                : error;
 }
 

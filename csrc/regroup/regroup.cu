@@ -380,10 +380,8 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         grid_dependency_wait();
         const int thread = threadIdx.x - searchers * kWarp, threads = kThreads<kWindow> - searchers * kWarp;
         if (is_live) claim(first_page, thread, threads);
-        __threadfence();
         named_barrier_sync(1, threads);
-        // Packing starts, and reads what was marked without waiting for this kernel.
-        grid_dependency_launch();
+        pages_are_claimed(p, thread == 0);
         live_groups = p.counters[kLiveGroups];
         constexpr int kClearing = kWarps<kWindow> / 2;  // never among those that search
         for (int group = live_groups + window * kClearing + warp - kClearing;

@@ -24,7 +24,7 @@ CUDA_CAPABILITIES = Capabilities(
 # Kernels read 16 bytes at a time, and the copy engine addresses in units of them.
 ALIGNMENT_BYTES = 16
 # Two tables of union sizes, the counts of packed pages, live groups and live windows; see csrc/prepare.
-COUNTERS = 2 * 256 + 5
+COUNTERS = 2 * 256 + 6
 # Windows that csrc/regroup searches; its objectives, places being their codes.
 WINDOWS = (64, 128)
 OBJECTIVES = ("visits", "rounds")
