@@ -461,3 +461,12 @@ def test_a_workspace_serves_smaller_problems(shape: dict[str, int], pairs: bool,
     }
     for name, (wanted, dtype) in page_layout(smaller, pairs)[1].items():
         assert capacity[name][1] == dtype and math.prod(wanted) <= math.prod(capacity[name][0]), name
+
+
+@pytest.mark.parametrize(("heads", "fewer"), [(16, 15), (32, 31), (8, 1)])
+def test_a_workspace_serves_fewer_kv_heads(heads: int, fewer: int) -> None:
+    """Each of them pairs more pages, and room for V goes by whole chunks of 448."""
+    shape = {"batch_size": 19, "max_pages": 2836, "total_q": 26_005, "topk": 30}
+    capacity = cuda_capacity(*page_layout({**shape, "num_kv_heads": heads}, pairs=True))
+    for name, (wanted, _) in page_layout({**shape, "num_kv_heads": fewer}, pairs=True)[1].items():
+        assert math.prod(wanted) <= math.prod(capacity[name][0]), name

@@ -92,16 +92,22 @@ def cuda_capacity(problem: AttentionProblem, layout: Layout) -> Layout:
     # limit <= sqrt(MOST_OVERLAPS / matrices), for any number of matrices up to this one.
     paired = min(heads * batch * most, math.isqrt(MOST_OVERLAPS * heads * batch) + 1)
     overlaps = min(heads * batch * most**2, MOST_OVERLAPS) + 3 * paired
-    per_head = min(batch * most, math.isqrt(MOST_OVERLAPS * batch // heads) + 1)
-    rounds = Rounds.most(batch, max_pages, per_head)
+
+    def rounds_of(heads: int) -> Rounds:
+        per_head = min(batch * most, math.isqrt(MOST_OVERLAPS * batch // heads) + 1)
+        return Rounds.most(batch, max_pages, per_head)
+
+    count = rounds_of(heads).count
+    # Fewer KV heads pair more pages of each, and whole chunks of them may then take more room in all.
+    places = max(few * min(rounds_of(few).pages, edges) for few in range(1, heads + 1))
     chunks = max(1, min(MOST_CHUNKS, -(-pages // CHUNK_PAGES)))
     sizes = {
         "overlaps": overlaps,
         "paired_pages": paired if math.prod(layout["paired_pages"][0]) else 0,
         "class_totals": heads * chunks * CLASSES,
-        "unit_counts": (rounds.count + 1) * heads,
-        "unit_tickets": rounds.count + 1,
-        "packed_v": heads * min(rounds.pages, edges) * HEAD_DIM * problem.page_size,
+        "unit_counts": (count + 1) * heads,
+        "unit_tickets": count + 1,
+        "packed_v": places * HEAD_DIM * problem.page_size,
     }
     return {**layout, **{name: ((size,), layout[name][1]) for name, size in sizes.items()}}
 
