@@ -41,9 +41,10 @@ def calls_section(run: Run, page: Page) -> str:
         headings = ["selection", "reuse", *(f"{arm} ({policies[arm]})" for arm in shown)]
         parts.append(html_heading(title) + html_table(headings, lines))
         if boundary == "complete":
-            plain = [row for row in timed if not is_ablation(row["arm"])]
+            plain = [r for r in timed if r["boundary"] == boundary and not is_ablation(r["arm"])]
             caption = "Complete calls, ms; arms of ablations are in the table alone"
-            parts.append(html_plot(page, run, "calls", figures.complete_calls(plain, cases), caption))
+            if plain:
+                parts.append(html_plot(page, run, "calls", figures.complete_calls(plain, cases), caption))
     headings, lines = _beside(timed, cases)
     if lines:
         inputs = f"Ours: the selections above. Theirs: {paper.SETUP.removeprefix('the paper: ')}."
@@ -174,7 +175,7 @@ def _winners(rows: Sequence[Row], cases: Sequence[str]) -> list[list[str]]:
             fastest = min(own, key=lambda row: row["median_ms"])
             ahead = f"{1 - fastest['median_ms'] / predicted['median_ms']:.1%}"
             names = [predicted["arm"], fastest["arm"]]
-            lines.append([case, f"{reuse[case]:.2f}", *names, ahead])
+            lines.append([case, number(reuse.get(case), ".2f"), *names, ahead])
     return lines
 
 

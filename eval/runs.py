@@ -48,7 +48,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     Raises
     ------
     ValueError
-        It is no JSON lines, is empty, or comes from no command of `BENCHES`.
+        It is no JSON lines, is empty, or comes from no command of `BENCHES` or from several.
     """
     rows: list[Row] = []
     lines = read_lines("rows", path)
@@ -60,15 +60,17 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         if not isinstance(row, dict):
             raise ValueError(f"rows: got {path}, whose line {index} is no JSON object")
         rows.append(row)
-    first = rows[0] if rows else {}
-    bench = str(first.get("schema", "")).removeprefix("pageweaver-").rpartition("-")[0]
-    if first.get("kind") in ("source", "observation"):
-        bench = "survey"
-    if bench not in BENCHES:
-        raise ValueError(f"rows: got {path}, supported: rows of {', '.join(BENCHES)}")
-    return Run(
-        Path(path).stem, bench, rows, hashlib.sha256("".join(f"{x}\n" for x in lines).encode()).hexdigest()
-    )
+    benches = {_bench_of(row) for row in rows}
+    if len(benches) != 1 or not benches <= set(BENCHES):
+        raise ValueError(f"rows: got {path}, supported: rows of one of {', '.join(BENCHES)}")
+    sha256 = hashlib.sha256("".join(f"{x}\n" for x in lines).encode()).hexdigest()
+    return Run(Path(path).stem, benches.pop(), rows, sha256)
+
+
+def _bench_of(row: Row) -> str:
+    if row.get("kind") in ("source", "observation"):
+        return "survey"
+    return str(row.get("schema", "")).removeprefix("pageweaver-").rpartition("-")[0]
 
 
 def cases_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -143,11 +143,12 @@ def online(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "supported: rows of operator, ablations"),
+        ("", "supported: rows of one of operator, ablations"),
         ("{", "whose line 1 is no JSON"),
         ("[1]", "whose line 1 is no JSON object"),
-        ('{"schema": "pageweaver-other-1"}', "supported: rows of operator"),
-        ('{"strategy": "union8"}', "supported: rows of operator"),
+        ('{"schema": "pageweaver-other-1"}', "supported: rows of one of operator"),
+        ('{"strategy": "union8"}', "supported: rows of one of operator"),
+        ('{"schema": "pageweaver-operator-1"}\n{"kind": "source"}', "supported: rows of one of operator"),
     ],
 )
 def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -398,6 +399,19 @@ def test_winners_by_rounds_own_their_queries(tmp_path: Path) -> None:
     ]
     seen = Outline(make_page([read_run(write(tmp_path / "all.jsonl", rows))]).html)
     assert ["x", "2.38", "auto", "page_union", "37.5%"] in seen.cells
+
+
+def test_winners_of_a_selection_without_the_original_order(tmp_path: Path) -> None:
+    """union8 refused one selection: its reuse is unknown there."""
+    rows = [timed("union8", "x", 0.9), timed("union4", "y", 0.7), timed("auto", "y", 0.6, rounds=90)]
+    seen = Outline(make_page([read_run(write(tmp_path / "some.jsonl", rows))]).html)
+    assert ["y", "-", "auto", "auto", "0.0%"] in seen.cells
+
+
+def test_ablations_alone_have_no_plot_of_calls(tmp_path: Path) -> None:
+    rows = [timed("union8/cluster", "x", 1.0), timed("union8", "x", 0.9, "attention")]
+    page = make_page([read_run(write(tmp_path / "cut.jsonl", rows))])
+    assert not any(name.endswith("-calls.png") for name in page.plots)
 
 
 def test_arms_of_ablations_stay_out_of_the_plot_of_calls(
