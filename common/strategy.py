@@ -236,7 +236,7 @@ class Strategy(ABC):
         """Buffers for a problem's shapes; no value of any tensor is read."""
 
     def workspace_capacity(self, problem: AttentionProblem) -> Layout:
-        """Buffers that hold the layout of this problem and of every smaller one."""
+        """Buffers that hold the layout of this problem and of every smaller one of its group size."""
         return self.workspace_layout(problem)
 
     def workspace_bytes(self, problem: AttentionProblem) -> int:
@@ -246,7 +246,7 @@ class Strategy(ABC):
         )
 
     def workspace(self, problem: AttentionProblem) -> Workspace:
-        """Allocate buffers for this problem and every smaller one.
+        """Allocate buffers for this problem and every smaller one of the same group size.
 
         Raises
         ------

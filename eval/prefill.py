@@ -3,7 +3,7 @@
 Sparse layers of transformers' own class, real widths and random weights, read a prompt in chunks on a
 DynamicCache. The prompt is random embeddings; a smooth one, whose embeddings move from one random point to
 the next in a straight line, makes neighbours choose alike, as text does. Arms are strategies of the bridge,
-``union8/fp8_copy`` one on an E4M3 copy; they take turns in every round, in an order of its own. A row's
+``union8/fp8_copy`` one on an E4M3 copy; they take turns in every round, in an order that changes. A row's
 `median_ms` is over rounds, for one layer and the whole prompt. Before it is timed, an arm's attention in the
 last chunk is compared with float64 on sampled rows; a red check stops the report. At the end transformers'
 eager attention reads the same chunks, or runs out of memory.
