@@ -11,7 +11,8 @@
 //
 // Arithmetic: single E4M3 parts of Q and probabilities, or (kIsSplit) a high and a low part of both, whose
 // products go into one accumulator, low parts first. An accumulator keeps 13 bits and truncates. Beside two
-// parts that shows in an LSE: row sums then have an accumulator a page, of eight columns.
+// parts that shows in an LSE, which takes the sum of fifteen short columns then; what normalises is one of
+// ones, truncated as the output is.
 //
 // Shared memory of pairs / single pages / split, 106 / 102 / 100 KiB: pages (K 16 KiB, V^T 16 KiB) 3 / 2 / 2,
 // tiles of queries (9 KiB, split 17) 1 / 4 / 2, ones, what the units and tiles are, barriers. A unit keeps
@@ -39,13 +40,13 @@
 #include "primitives/fp8.cuh"
 #include "primitives/launch.cuh"
 #include "primitives/wgmma.cuh"
+#include "union_attention/row_sums.cuh"
 
 namespace pageweaver {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kProducerRegisters = 32, kConsumerRegisters = 224;
-constexpr uint32_t kE4m3Ones = 0x38383838u;
 constexpr float kPScaleLog2 = 8.0f;     // as in common/arithmetic.py
 constexpr float kLargeLogit = 8192.0f;  // base 2; above, FP32 rounds a logit by 2^-11 and more
 
@@ -108,8 +109,7 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared
         if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tile_ring.stage]));
     };
 
-    constexpr int kSums = kParts == 2 ? kPages : 1;
-    float scores[kPages][64], acc[64], sums[kSums][4];
+    float scores[kPages][64], acc[64], sums[Shared::kSumColumns / 2];
     uint32_t probabilities[kPages][kParts][16];
     int mine0, mine1;
     float top0, top1;
@@ -128,8 +128,7 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared
     // Row sums of the rounded probabilities are their product with columns of ones.
     const auto issue_pv = [&] {
         const uint64_t ones = wgmma_descriptor_plain(smem_address(shared.ones));
-#pragma unroll
-        for (auto& sum : sums) discard_registers(sum);
+        discard_registers(sums);
         discard_registers(acc);
         wgmma_fence();
 #pragma unroll
@@ -140,9 +139,12 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared
 #pragma unroll
                 for (int k = 0; k < kPageSize / 32; ++k) {
                     const Fragment& weights = fragment(probabilities[i][part], k);
-                    const bool adds = part < kParts - 1 || i >= kSums || k > 0;
-                    wgmma_m64n8k32_rs(sums[i % kSums], weights, ones, adds);
-                    wgmma_m64n128k32_rs(acc, weights, operand + 2 * k, part < kParts - 1 || i + k > 0);
+                    const bool adds = part < kParts - 1 || i + k > 0;
+                    if constexpr (kParts == 2)
+                        wgmma_m64n16k32_rs(sums, weights, ones, adds);
+                    else
+                        wgmma_m64n8k32_rs(sums, weights, ones, adds);
+                    wgmma_m64n128k32_rs(acc, weights, operand + 2 * k, adds);
                 }
             }
         wgmma_commit_group();
@@ -247,23 +249,14 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared
         top0 *= factor0;
         top1 *= factor1;
     };
-    // Total of the row whose first register is `at`; in split a thread has two of its eight columns.
-    const auto row_total = [&](int at) {
-        float total = 0.0f;
-#pragma unroll
-        for (const auto& sum : sums) total += kParts == 2 ? sum[at] + sum[at + 1] : sum[at];
-        if constexpr (kParts == 2) {
-            total += __shfl_xor_sync(kAllLanes, total, 1);
-            total += __shfl_xor_sync(kAllLanes, total, 2);
-        }
-        return total;
-    };
-    const auto store_row = [&](int tile, int tile_row, int mine, float total, float top, int offset) {
+    // `lse_sum` is the sum that the LSE takes, in the lane that stores it.
+    const auto store_row = [&](int tile, int tile_row, int mine, float normaliser, float lse_sum, float top,
+                               int offset) {
         if (tile * queries_per_tile + (tile_row >> p.group_shift) >= unit.members) return;
         const int sub = tile_row & ((1 << p.group_shift) - 1);
         const int64_t row =
             (((int64_t{unit.head} * p.total_q + (mine >> 5)) * p.topk + mine % 32) << p.group_shift) + sub;
-        const float scale = 1.0f / total;
+        const float scale = 1.0f / normaliser;
         uint4* target = static_cast<uint4*>(p.partials) + row * (kHeadDim / 8) + quad;
 #pragma unroll
         for (int g = 0; g < 4; ++g) {
@@ -276,15 +269,21 @@ __device__ __forceinline__ void consume(const PageUnionParams& p, Shared& shared
             }
             __stcs(target + 4 * g, make_uint4(words[0], words[1], words[2], words[3]));
         }
-        if (quad == 0) p.lse_partials[row] = (top + log2f(total) - kPScaleLog2) * kLn2;
+        if (quad == (kParts == 2 ? offset / 2 : 0))
+            p.lse_partials[row] = (top + log2f(lse_sum) - kPScaleLog2) * kLn2;
     };
     const auto store_tile = [&](int tile) {
-#pragma unroll
-        for (auto& sum : sums) fence_registers(sum);
+        fence_registers(sums);
         fence_registers(acc);
-        const float total0 = row_total(0), total1 = row_total(2);
-        store_row(tile, row0, mine0, total0, top0, 0);
-        store_row(tile, row0 + 8, mine1, total1, top1, 2);
+        if constexpr (kParts == 2) {
+            const float lse_sum = row_sum(sums, quad);
+            const float normaliser0 = row_normaliser(sums, 0), normaliser1 = row_normaliser(sums, 1);
+            store_row(tile, row0, mine0, normaliser0, lse_sum, top0, 0);
+            store_row(tile, row0 + 8, mine1, normaliser1, lse_sum, top1, 2);
+        } else {
+            store_row(tile, row0, mine0, sums[0], sums[0], top0, 0);
+            store_row(tile, row0 + 8, mine1, sums[2], sums[2], top1, 2);
+        }
     };
 
     const auto start_tile = [&] {
@@ -351,10 +350,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         }
         fence_mbarrier_init();
     }
-    // In split column n has ones in the n-th four of each 32 tokens: shorter sums are truncated less.
-    for (int i = threadIdx.x; i < kOnesBytes / 4; i += kThreads) {
-        const int column = i / 4 % 8, four = i / 32 * 4 + i % 4;
-        shared.ones[i] = kIsSplit && four != column ? 0 : kE4m3Ones;
+    // As wgmma_descriptor_plain has them, 32 tokens, the same for every 32 of a page.
+    for (int i = threadIdx.x; i < Shared::kSumColumns * 32 / 4; i += kThreads) {
+        const int column = i / 64 * 8 + i / 4 % 8, token = i / 32 % 2 * 16 + i % 4 * 4;
+        shared.ones[i] = kIsSplit ? row_sum_ones<Shared::kSumColumns>(column, token) : kE4m3Ones;
     }
     fence_proxy_async();
     __syncthreads();

@@ -10,7 +10,7 @@ namespace pageweaver {
 
 constexpr int kCtasPerSm = 2;
 constexpr int kConsumerWarps = 4;
-constexpr int kPageBytes = kPageSize * kHeadDim, kOnesBytes = 8 * 32;
+constexpr int kPageBytes = kPageSize * kHeadDim;
 
 // What a slot holds: a page, and with the first page of a unit what the unit is.
 struct Unit {
@@ -27,13 +27,14 @@ struct SharedMemory {
     // What fits beside another CTA. Tiles of two parts leave no room for a third page.
     static constexpr int kSlots = kIsSplit ? 2 : kPages + 1;
     static constexpr int kTiles = kIsSplit ? 2 : kPages == 2 ? 1 : 4;
+    static constexpr int kSumColumns = kIsSplit ? 16 : 8;
     using PageRing = RingPosition<kSlots>;
     using TileRing = RingPosition<kTiles>;
 
     uint8_t keys[kSlots][kPageBytes];
     uint8_t values[kSlots][kPageBytes];
     uint8_t queries[kTiles][kTileBytes];
-    uint32_t ones[kOnesBytes / 4];  // 8 rows of 1.0 in e4m3, or (split) of 1.0 and 0
+    uint32_t ones[kSumColumns * 32 / 4];  // rows of 1.0 in e4m3, or (split, row_sums.cuh) of 1.0 and 0
     // query << 5 | slot. They are read after the tile's place was given back, before the next tile's is: two
     // turns of the ring.
     int32_t members[2][kTiles][kTileRows];

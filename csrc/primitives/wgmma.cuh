@@ -57,7 +57,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_mn(uint32_t address, uint32
     return kSwizzle128 | kStride | uint64_t{column_bytes >> 4} << 16 | ((address & 0x3FFFF) >> 4);
 }
 
-// The same of 8 rows of a K-major operand without a swizzle: 16 bytes of K of all rows in 128 bytes.
+// The same of a K-major operand without a swizzle: 16 bytes of K of 8 rows in 128 bytes, the next 16 bytes
+// behind, then the next 8 rows.
 __device__ __forceinline__ uint64_t wgmma_descriptor_plain(uint32_t address) {
     constexpr uint64_t kLeading = uint64_t{128 >> 4} << 16, kStride = uint64_t{256 >> 4} << 32;
     return kStride | kLeading | ((address & 0x3FFFF) >> 4);
@@ -160,6 +161,18 @@ __device__ __forceinline__ void wgmma_m64n8k32_rs(float (&acc)[4], const uint32_
         "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, "
         "{%4, %5, %6, %7}, %8, p, 1, 1;\n}"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// The same with B [16 x 32].
+__device__ __forceinline__ void wgmma_m64n16k32_rs(float (&acc)[8], const uint32_t (&a)[4], uint64_t b,
+                                                   int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "{%8, %9, %10, %11}, %12, p, 1, 1;\n}"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]),
+          "+f"(acc[7])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 

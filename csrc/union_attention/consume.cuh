@@ -8,6 +8,7 @@
 #include "primitives/fp8.cuh"
 #include "primitives/wgmma.cuh"
 #include "union_attention/pipeline.cuh"
+#include "union_attention/row_sums.cuh"
 
 namespace pageweaver {
 
@@ -97,11 +98,12 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
         // Bits of a maximum from which on it is not plainly positive and small: negative, huge, NaN.
         const uint32_t limit_bits[2] = {__float_as_uint(kLargeLogit * 0.999f / factor[0]),
                                         __float_as_uint(kLargeLogit * 0.999f / factor[1])};
-        constexpr int kParts = kIsSplit ? 2 : 1;
+        // A total for each of a thread's registers of row sums; single parts have but one column's.
+        constexpr int kParts = kIsSplit ? 2 : 1, kTotals = 2 * kParts;
         // Output columns 0 to 63 and 64 to 127; one half of a page's PV.
         float acc_low[32], acc_high[32], product[32], sums[4], scores[64];
         uint32_t probabilities[kParts][16] = {};  // high parts, then low parts
-        float maximum[2] = {-INFINITY, -INFINITY}, total[2] = {}, rescale[2];
+        float maximum[2] = {-INFINITY, -INFINITY}, total[kTotals] = {}, rescale[2];
         bool is_member[2] = {};
 
         // Scores of the next page, and who selected it: known long before they are there.
@@ -167,8 +169,10 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
             fence_registers(sums);
             add_product(acc_high);
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
-                if (is_member[h]) total[h] = fmaf(total[h], rescale[h], sums[2 * h]);
+            for (int i = 0; i < kTotals; ++i) {
+                const int h = i / kParts;
+                if (is_member[h]) total[i] = fmaf(total[i], rescale[h], sums[4 / kTotals * i]);
+            }
         };
         const auto release_value = [&] {
             __syncwarp();
@@ -391,13 +395,20 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
             release_q();
         }
 
-        // Normalise and store to the original rows.
+        // Normalise and store to the original rows. What normalises, and the sum that an LSE takes, are one
+        // but in split; that has the latter in the lanes that store it.
+        float normaliser[2] = {total[0], total[kParts]}, lse_sum[2] = {total[0], total[kParts]};
+        if constexpr (kIsSplit) {
+            lse_sum[0] = lse_sum[1] = row_sum(total, quad);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) normaliser[h] = row_normaliser(total, h);
+        }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int head_row = head_row_of(16 * warp + row_low + 8 * h);
             const int64_t query = rows[16 * warp + row_low + 8 * h], qo_head = qo_head_of(p, tile, head_row);
             if (query < 0) continue;
-            const float scale = total[h] == 0.0f ? 0.0f : v_scale / total[h];
+            const float scale = normaliser[h] == 0.0f ? 0.0f : v_scale / normaliser[h];
             // Eight neighbouring columns each (packed_row_of).
             uint4* const target =
                 reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + query * p.out_stride_row +
@@ -415,10 +426,10 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
                 }
                 target[4 * g] = make_uint4(words[0], words[1], words[2], words[3]);
             }
-            if (p.lse && quad == 0)
+            if (p.lse && quad == (kIsSplit ? h : 0))
                 p.lse[query * p.lse_stride_row + qo_head * p.lse_stride_head] =
-                    total[h] == 0.0f ? -INFINITY
-                                     : (maximum[h] * factor[h] + log2f(total[h]) - kPScaleLog2) * kLn2;
+                    lse_sum[h] == 0.0f ? -INFINITY
+                                       : (maximum[h] * factor[h] + log2f(lse_sum[h]) - kPScaleLog2) * kLn2;
         }
         __syncwarp();
         if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tiles.stage]));

@@ -36,7 +36,8 @@ __device__ __forceinline__ uint64_t member_bytes(uint64_t mask, int group_shift)
     return uint64_t{words[1]} << 32 | words[0];
 }
 
-// V^T of a page, and below it 8 rows of 1.0 in e4m3: columns of PV that are the row sums of P.
+// V^T of a page, and below it 8 rows of 1.0 in e4m3 (split: of 1.0 and 0, row_sums.cuh): columns of PV that
+// are the row sums of P.
 struct ValueSlot {
     uint8_t page[kPageBytes];
     uint32_t ones[8 * kPageSize / 4];

@@ -39,6 +39,7 @@
 #include "primitives/launch.cuh"
 #include "union_attention/consume.cuh"
 #include "union_attention/pipeline.cuh"
+#include "union_attention/row_sums.cuh"
 #include "union_attention/union_attention.hpp"
 
 namespace pageweaver {
@@ -48,7 +49,6 @@ constexpr int kThreads = 256;
 // Registers of a producing and of a consuming thread, 256 together. Copies in a cluster need a few more.
 template <bool kIsCluster>
 constexpr int kProducerRegisters = kIsCluster ? 40 : 32;
-constexpr uint32_t kE4m3Ones = 0x38383838u;
 
 template <bool kIsCluster, bool kIsSplit>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
@@ -76,7 +76,13 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         mbarrier_init(smem_address(&shared.empty_q), kConsumerWarps);
         fence_mbarrier_init();
     }
-    for (ValueSlot& slot : shared.values) slot.ones[threadIdx.x] = kE4m3Ones;
+    {
+        // With the swizzle: the 16-byte chunk that stands at c in a row n holds chunk c ^ n.
+        const int column = threadIdx.x / 32, chunk = threadIdx.x / 4 % 8 ^ column;
+        for (ValueSlot& slot : shared.values)
+            slot.ones[threadIdx.x] =
+                kIsSplit ? row_sum_ones<8>(column, 16 * chunk + 4 * (threadIdx.x % 4)) : kE4m3Ones;
+    }
     static_assert(sizeof(ValueSlot::ones) == kThreads * sizeof(uint32_t));
     fence_proxy_async();
     __syncthreads();
