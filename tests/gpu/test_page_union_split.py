@@ -15,6 +15,7 @@ from .test_union_graphs import TestC36Graphs  # noqa: F401
 from .test_union_split import (  # noqa: F401
     test_both_arithmetics_take_turns,
     test_outliers,
+    test_peaked,
     test_powers_of_two,
 )
 
