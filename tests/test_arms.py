@@ -91,9 +91,9 @@ def test_fixed_arms_run_the_ids_of_their_strategies(group_size: int) -> None:
         ]
         for strategy in strategies:
             assert torch.equal(strategy.prepare(problem).query_ids, torch.from_numpy(ids.query_ids))
-    by_rounds = make_strategy("fixed_w512/rounds", selection, problem, "reference").prepare(problem)
-    ids = pw.search(selection, window=512, group_size=group_size, objective="rounds")
-    assert torch.equal(by_rounds.query_ids, torch.from_numpy(ids.query_ids))
+    by_visits = make_strategy("fixed_w512/visits", selection, problem, "reference").prepare(problem)
+    ids = pw.search(selection, window=512, group_size=group_size, objective="visits")
+    assert torch.equal(by_visits.query_ids, torch.from_numpy(ids.query_ids))
 
 
 def test_every_arm_passes_its_check_and_counts_its_work() -> None:

@@ -219,19 +219,19 @@ def test_an_interrupted_search_keeps_what_it_found(several: pw.Selection) -> Non
     with pytest.raises(KeyboardInterrupt):
         search.run(0.5, progress=interrupt)
     kept = search.ids()
-    assert kept.visits < kept.greedy_visits
+    assert kept.rounds < kept.greedy_rounds
     work = pw.load("offline_w512", ids=kept).work(pw.make_problem(several))
     assert (work.visits, work.rounds) == (kept.visits, kept.rounds)
     further = pw.search(several, window=512, seconds=0.2, start=kept)
-    assert further.visits <= kept.visits
-    assert further.greedy_visits == kept.greedy_visits
+    assert further.rounds <= kept.rounds
+    assert further.greedy_rounds == kept.greedy_rounds
 
 
 def test_start_is_for_the_same_search(several: pw.Selection) -> None:
     start = pw.search(several, window=512)
     for change, words in (
         ({"window": 2048}, "start.window: got 512, supported: 2048"),
-        ({"objective": "rounds"}, "start.objective: got visits, supported: rounds"),
+        ({"objective": "visits"}, "start.objective: got rounds, supported: visits"),
         ({"group_size": 8}, "start.queries_per_group: got 8, supported: 16"),
     ):
         with pytest.raises(ValueError, match=words):
