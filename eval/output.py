@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, told apart with every common colour vision.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#595959"
 
+RESULTS = Path("results")  # where outputs go by default: made where it is missing, as no other folder is
 DEFAULT_CAPTURES = Path("captures") / "smollm2_64k.safetensors"
 
 MAX_SEED = 2**32 - 1
@@ -193,15 +194,28 @@ def split_commit(text: str) -> tuple[str, bool]:
     return text.removesuffix("-dirty"), text.endswith("-dirty")
 
 
+def check_file(path: Path, made: Path | None = None) -> None:
+    """Refuse, before any work, a file that could not be written; raises as `check_folder` does.
+
+    Its folder exists, or is the one that the caller has `made` when it is missing.
+    """
+    folder = path.parent
+    if not os.path.exists(folder) and folder != made:
+        raise ValueError(f"output: got {path}, supported: a file in an existing folder")
+    check_folder(folder, path.name)
+
+
 def check_folder(path: Path, *names: str) -> None:
     """Refuse, before any work, a folder that `write_files` could not write these files to.
 
-    Files of these names are written in a new folder that is then removed, as deep as they would lie.
+    The folder may be new where its parent exists. Files of these names are written in a new folder that is
+    then removed, as deep as they would lie.
 
     Raises
     ------
     ValueError
-        `path` or a parent is no folder, or a name is empty or that of something else than a file.
+        `path` or a parent is no folder, its parent does not exist and is not `RESULTS`, or a name is empty or
+        that of something else than a file.
     OSError
         A file cannot be created there.
     """
@@ -211,6 +225,8 @@ def check_folder(path: Path, *names: str) -> None:
             existing = existing.parent
         if not existing.is_dir():
             raise ValueError(f"output: got {path}, supported: a folder ({existing} is a file)")
+        if not path.absolute().parent.exists() and path.parent != RESULTS:
+            raise ValueError(f"output: got {path}, supported: a folder in an existing folder")
         for name in names:
             target = path / name
             if not name or (target.exists() and not target.is_file()):

@@ -226,9 +226,7 @@ def search(
         raise ValueError(
             f"selection: got {len(found)} of {selection}, supported: one, as {selection}:NAME of {names}"
         )
-    files.check_folder(output.parent, output.name)
-    if not output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"output: got {output}, supported: a file in an existing folder")
+    files.check_file(output)
     check_seconds(seconds)
     if resume and seconds == 0:
         raise ValueError("seconds: got 0 with --resume, supported: above 0, the time to go on for")
@@ -318,7 +316,7 @@ def capture(
     from pageweaver.eval import output as files
 
     console = Console()
-    files.check_folder(output.parent, output.name)
+    files.check_file(output)
     wanted = None if layers is None else _numbers("layers", layers)
     try:
         with _short_warnings(), progress_bar(console) as report:

@@ -321,7 +321,7 @@ class Run:
     rows: list[Row] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        files.check_folder(self.output.parent, self.output.name)
+        files.check_file(self.output, made=files.RESULTS)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def header(self) -> Row:

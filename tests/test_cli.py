@@ -145,7 +145,26 @@ def test_compare_without_arguments_takes_the_real_captures(tmp_path: Path) -> No
         ("compare SMALL --rows 0", "Invalid value for '--rows'"),
         ("survey text.txt", "Error: path: got text.txt, supported: a readable safetensors file"),
         ("search SMALL --output ids.safetensors", "Error: selection: got 2 of"),
-        ("search SMALL:synthetic.mid --output no/ids", "Error: output: got no/ids"),
+        *(
+            (f"{words} no/x", "Error: output: got no/x, supported: a file in an existing folder")
+            for words in (
+                "search SMALL:synthetic.mid --output",
+                "capture model text.txt",
+                *(
+                    f"bench {name} --output"
+                    for name in ("operator", "ablations", "numerics", "scaling", "prefill")
+                ),
+            )
+        ),
+        *(
+            (f"{words} no/x", "Error: output: got no/x, supported: a folder in an existing folder")
+            for words in ("compare SMALL --output", "survey SMALL --output", "report text.txt --output")
+        ),
+        ("compare SMALL --output text.txt/x/y", "Error: output: got text.txt/x/y, supported: a folder ("),
+        (
+            "search SMALL:synthetic.mid --output text.txt/x",
+            "Error: output: got text.txt, supported: a folder (",
+        ),
         ("search SMALL:synthetic.mid --output ids --resume", "Error: seconds: got 0 with --resume"),
         ("search SMALL:synthetic.mid --output ids --seconds inf", "Error: seconds: got inf"),
         (

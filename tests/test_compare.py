@@ -275,12 +275,29 @@ def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_check_folder(tmp_path: Path) -> None:
-    output.check_folder(tmp_path / "new" / "deeper")
+    output.check_folder(tmp_path / "new", "rows")
+    output.check_file(tmp_path / "rows")
+    with pytest.raises(ValueError, match=r"output: got .*deeper, supported: a folder in an existing folder"):
+        output.check_folder(tmp_path / "new" / "deeper")
+    with pytest.raises(ValueError, match=r"output: got .*deeper, supported: a file in an existing folder"):
+        output.check_file(tmp_path / "new" / "deeper")
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match=r"output: got .*file is a file"):
             output.check_folder(path)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_default_folder_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    output.check_folder(Path("results/compare"), "compare.jsonl")
+    output.check_file(Path("results/rows.jsonl"), made=output.RESULTS)
+    # What does not make it: `search` and `capture`.
+    with pytest.raises(ValueError, match=r"output: got results/ids, supported: a file in an existing folder"):
+        output.check_file(Path("results/ids"))
+    with pytest.raises(ValueError, match=r"output: got results/a/b, supported: a folder in an existing"):
+        output.check_folder(Path("results/a/b"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
