@@ -363,8 +363,13 @@ def load_selections(path: str | os.PathLike[str], names: Sequence[str] | None = 
                 _restore(source, entries[name], header["metadata"], stream.get_tensor(name))
                 for name in wanted
             ]
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"path: got {source}, supported: a readable safetensors file ({error})") from error
+    except SafetensorError as error:
+        # The library's own words, such as "header too large", are about bytes that may be any other file's.
+        raise ValueError(
+            f"path: got {source}, supported: a selection file (this is no safetensors file, or a damaged one)"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"path: got {source}, supported: a readable selection file ({error})") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{source}: its header is damaged ({error!r})") from error
 
@@ -407,12 +412,12 @@ def _restore(
     return selection
 
 
-def resolve_selection(spec: str) -> list[Selection]:
+def resolve_selection(selection: str) -> list[Selection]:
     """Turn a command-line word into selections.
 
     Parameters
     ----------
-    spec : str
+    selection : str
         ``file.safetensors`` (all of it), ``file.safetensors:name`` (one of it), or ``synthetic:low`` (a
         preset of `pageweaver.common.supports`, at its calibrated size).
 
@@ -427,20 +432,21 @@ def resolve_selection(spec: str) -> list[Selection]:
     ValueError
         No such name or preset.
     """
-    if not isinstance(spec, str):
-        raise TypeError(f"spec: got {type(spec).__name__}, supported: str")
-    if spec.startswith("synthetic:"):
+    if not isinstance(selection, str):
+        raise TypeError(f"selection: got {type(selection).__name__}, supported: str")
+    if selection.startswith("synthetic:"):
         from pageweaver.common.supports import preset
 
-        return [preset(spec.removeprefix("synthetic:"))]
-    if Path(spec).is_file():
-        return load_selections(spec)
-    file, colon, name = spec.rpartition(":")
+        return [preset(selection.removeprefix("synthetic:"))]
+    if Path(selection).is_file():
+        return load_selections(selection)
+    file, colon, name = selection.rpartition(":")
     if colon and Path(file).is_file():
         return load_selections(file, [name])
+    reason = "this is a folder" if Path(selection).is_dir() else "there is no such file"
     raise FileNotFoundError(
-        f"spec: got {spec!r}, supported: FILE.safetensors and FILE.safetensors:NAME of an"
-        " existing file, synthetic:PRESET"
+        f"selection: got {selection!r}, supported: FILE.safetensors and FILE.safetensors:NAME of an existing"
+        f" file, synthetic:PRESET ({reason})"
     )
 
 

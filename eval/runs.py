@@ -62,7 +62,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         rows.append(row)
     benches = {_bench_of(row) for row in rows}
     if len(benches) != 1 or not benches <= set(BENCHES):
-        raise ValueError(f"rows: got {path}, supported: rows of one of {', '.join(BENCHES)}")
+        *timed, last = (bench if bench == "survey" else f"bench {bench}" for bench in BENCHES)
+        raise ValueError(f"rows: got {path}, supported: rows of one command, {', '.join(timed)} or {last}")
     sha256 = hashlib.sha256("".join(f"{x}\n" for x in lines).encode()).hexdigest()
     return Run(Path(path).stem, benches.pop(), rows, sha256)
 

@@ -156,7 +156,7 @@ def test_operator_without_a_gpu_counts(selection_file: Path, tmp_path: Path) -> 
     [
         ("operator SMALL --strategies union9", "Error: strategies: got 'union9'"),
         ("ablations SMALL --strategies union8/slow", "Error: strategies: got 'union8/slow'"),
-        ("ablations missing.safetensors", "Error: spec: got 'missing.safetensors'"),
+        ("ablations missing.safetensors", "Error: selection: got 'missing.safetensors'"),
         ("operator SMALL --group-size 3", "Error: group_size: got 3, supported: (1, 2, 4, 8, 16)"),
         ("operator SMALL --output .", "Error: output: got ., supported: a file"),
     ],

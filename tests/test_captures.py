@@ -273,10 +273,14 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
         load_selections(path)
     save_selections(path, [make()])
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ValueError, match=r"path: got .*, supported: a readable safetensors file"):
+    with pytest.raises(
+        ValueError, match=r"path: got .*, supported: a selection file .this is no safetensors"
+    ):
         load_selections(path)
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"path: got .*, supported: a readable safetensors file"):
+    with pytest.raises(
+        ValueError, match=r"path: got .*, supported: a selection file .this is no safetensors"
+    ):
         load_selections(path)
     save_file({"a": np.zeros(3, np.int16)}, path)
     with pytest.raises(ValueError, match="lacks the header"):
@@ -351,7 +355,7 @@ def test_resolve_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for spec in ("t.safetensors", "t.safetensors:b", "low", ""):
         with pytest.raises(FileNotFoundError, match=r"FILE.safetensors:NAME"):
             resolve_selection(spec)
-    with pytest.raises(TypeError, match="spec: got int"):
+    with pytest.raises(TypeError, match="selection: got int"):
         resolve_selection(3)  # type: ignore[arg-type]
 
 

@@ -137,13 +137,16 @@ def test_compare_without_arguments_takes_the_real_captures(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("compare missing.safetensors", "Error: spec: got 'missing.safetensors'"),
+        ("compare missing.safetensors", "synthetic:PRESET (there is no such file)\n"),
         ("compare SMALL:nobody", "Error: names: got 'nobody', supported by"),
         ("compare SMALL --strategies union8,union9", "Error: strategies: got 'union9', supported: per_query"),
         ("compare SMALL --group-size 3", "Error: group_size: got 3, supported: (1, 2, 4, 8, 16)"),
         ("compare SMALL --output SMALL", "Error: output: got"),
         ("compare SMALL --rows 0", "Invalid value for '--rows'"),
-        ("survey text.txt", "Error: path: got text.txt, supported: a readable safetensors file"),
+        (
+            "survey text.txt",
+            "Error: path: got text.txt, supported: a selection file (this is no safetensors file",
+        ),
         ("search SMALL --output ids.safetensors", "Error: selection: got 2 of"),
         *(
             (f"{words} no/x", "Error: output: got no/x, supported: a file in an existing folder")
@@ -189,8 +192,8 @@ def test_compare_without_arguments_takes_the_real_captures(tmp_path: Path) -> No
             "Error: workload: got missing.jsonl, supported: a text file (No such",
         ),
         ("bench scaling --workload .", "Error: workload: got ., supported: a text file (Is a directory"),
-        ("survey missing.safetensors", "Error: spec: got 'missing.safetensors', supported: FILE"),
-        ("survey .", "Error: spec: got '.', supported: FILE"),
+        ("survey missing.safetensors", "Error: selection: got 'missing.safetensors', supported: FILE"),
+        ("survey .", "synthetic:PRESET (this is a folder)\n"),
         ("capture model text.txt out.st --layers 1-x", "Error: layers: got '1-x', supported: numbers"),
     ],
 )
@@ -350,7 +353,7 @@ def test_search_goes_on(selections: list[pw.Selection], selection_file: Path, tm
         assert done.returncode == 2 and done.stderr.startswith(f"Error: {message}")
     words[1] = f"{selection_file}:{selections[0].name}"
     done = run(*words, "--seconds", "1", "--resume", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("Error: start.selection_sha256: got")
+    assert done.returncode == 2 and done.stderr.startswith("Error: start: got ids of another selection")
     assert (tmp_path / "ids.safetensors").read_bytes() == before
 
 

@@ -143,12 +143,12 @@ def online(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "supported: rows of one of operator, ablations"),
+        ("", "supported: rows of one command, bench operator, bench ablations, "),
         ("{", "whose line 1 is no JSON"),
         ("[1]", "whose line 1 is no JSON object"),
-        ('{"schema": "pageweaver-other-1"}', "supported: rows of one of operator"),
-        ('{"strategy": "union8"}', "supported: rows of one of operator"),
-        ('{"schema": "pageweaver-operator-1"}\n{"kind": "source"}', "supported: rows of one of operator"),
+        ('{"schema": "pageweaver-other-1"}', "supported: rows of one command, bench"),
+        ('{"strategy": "union8"}', "bench scaling, bench prefill or survey"),  # of compare
+        ('{"schema": "pageweaver-operator-1"}\n{"kind": "source"}', "supported: rows of one command, bench"),
     ],
 )
 def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:

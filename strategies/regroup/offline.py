@@ -184,7 +184,12 @@ class OfflineSearch:
             self._found = [Improved.of(self._improver(index)) for index in range(len(self._units))]
 
     def _check_start(self, start: OfflineIds, shape: tuple[int, int]) -> None:
-        for name in ("selection_sha256", "window", "queries_per_group", "objective"):
+        if start.selection_sha256 != self.selection_sha256:
+            raise ValueError(
+                f"start: got ids of another selection, whose SHA-256 is {start.selection_sha256},"
+                f" supported: ids of this one, {self.selection_sha256}"
+            )
+        for name in ("window", "queries_per_group", "objective"):
             got, wanted = getattr(start, name), getattr(self, name)
             if got != wanted:
                 raise ValueError(f"start.{name}: got {got}, supported: {wanted}, as in this search")
