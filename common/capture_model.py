@@ -462,11 +462,11 @@ def capture_model(
     ImportError
         Naming the missing package and how to get it.
     FileNotFoundError
-        For a text, a GGUF file or an output folder that does not exist.
+        For a text, a model or an output folder that does not exist, also where the hub cannot be asked.
     ValueError
         Naming the argument, its value and what is supported.
     OSError
-        From transformers, for a model that it does not find.
+        From transformers, for a model that it cannot read.
 
     Warns
     -----
@@ -537,6 +537,27 @@ def capture_model(
     return selections
 
 
+def _check_hub(name: str) -> None:
+    """Refuse a name that the hub and its cache do not know, asking once: transformers asks again and again."""
+    from huggingface_hub import file_exists, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str) or file_exists(name, "config.json"):
+            return
+        reason = "not found on the hub"
+    except HFValidationError:
+        reason = "not a hub name"
+    except HfHubHTTPError:
+        return  # the hub answered, with a wish for a licence, say: transformers tells it
+    except Exception as error:  # of whatever library carries the request
+        reason = f"the hub cannot be reached: {error}"
+    raise FileNotFoundError(
+        f"model: got {name}, supported: an existing folder, a GGUF file or a hub name"
+        f" (there is no such folder, and {reason})"
+    )
+
+
 def _load(model: str | os.PathLike[str], dtype: torch.dtype, rope_base_factor: float) -> tuple[Any, Any, str]:
     """Load model and tokenizer; the third value is the model's name without its folders."""
     _register()
@@ -555,6 +576,8 @@ def _load(model: str | os.PathLike[str], dtype: torch.dtype, rope_base_factor: f
             raise FileNotFoundError(
                 f"model: got {path}, supported: an existing folder, a GGUF file or a hub name"
             )
+        if not path.exists():
+            _check_hub(str(model))
         source, options, label = str(model), {}, path.name if path.exists() else str(model)
     config = AutoConfig.from_pretrained(source, **options)
     if rope_base_factor != 1:

@@ -309,8 +309,8 @@ def capture(
 ) -> None:
     """Capture the page selections of a Hugging Face model reading a text.
 
-    Needs pip install 'pageweaver\\[capture]'. The selections are those of an exact block indexer (maximum of
-    q.k in a page, the query's own page forced); the model itself runs on full attention.
+    Needs pip install '.\\[capture]' in the repository. The selections are those of an exact block indexer
+    (maximum of q.k in a page, the query's own page forced); the model itself runs on full attention.
     """
     from pageweaver.common.capture_model import capture_model
     from pageweaver.eval import output as files

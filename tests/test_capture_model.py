@@ -418,6 +418,34 @@ def test_capture_model_refuses(
     assert not (tmp_path / "o.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (False, "no such folder, and not found on the hub"),
+        (OSError("no route"), "no such folder, and the hub cannot be reached: no route"),
+    ],
+)
+def test_a_name_that_is_nothing_is_asked_for_once(
+    answer: bool | Exception, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="the extra [capture] is not installed")
+    asked: list[str] = []
+
+    def file_exists(name: str, _: str) -> bool:
+        asked.append(name)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(hub, "file_exists", file_exists)
+    write_text(tmp_path / "t.txt", 100)
+    with pytest.raises(FileNotFoundError, match=f"model: got nomodel/x, .*{words}"):
+        capture_model("nomodel/x", tmp_path / "t.txt", None)
+    with pytest.raises(FileNotFoundError, match=r"model: got no model, .*not a hub name"):
+        capture_model("no model", tmp_path / "t.txt", None)
+    assert asked == ["nomodel/x"]
+
+
 # --- a real model ---
 
 
