@@ -538,7 +538,7 @@ def capture_model(
 
 
 def _check_hub(name: str) -> None:
-    """Refuse a name that the hub and its cache do not know, asking once: transformers asks again and again."""
+    """Refuse a name that is unknown to the hub, asked once: transformers asks again and again."""
     from huggingface_hub import file_exists, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

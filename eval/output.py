@@ -66,6 +66,11 @@ class Console(RichConsole):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def flag(name: str, **settings: Any) -> Any:
+    """An option that takes no value: help shows its name alone."""
+    return typer.Option(name, metavar="", **settings)
+
+
 @contextmanager
 def reporting_errors() -> Iterator[None]:
     """Turn errors that the caller can mend, and Ctrl-C, into one line and an exit code."""

@@ -27,6 +27,7 @@ from pageweaver.eval.output import (
     SELECTION_HELP,
     Console,
     default_captures,
+    flag,
     progress_bar,
     reporting_errors,
     say,
@@ -75,7 +76,7 @@ def _show_version(wanted: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave."),
+        flag("--version", callback=_show_version, is_eager=True, help="Print the version and leave."),
     ] = False,
 ) -> None:
     """Query unions over paged KV for page-selected sparse attention."""
@@ -209,7 +210,7 @@ def search(
         float, typer.Option(min=0.0, help="About how long to improve the greedy's order; 0: not at all.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the improving search.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the ids in the output file.")] = False,
+    resume: Annotated[bool, flag("--resume", help="Go on from the ids in the output file.")] = False,
 ) -> None:
     """Search query ids for an offline strategy and save them with the selection's hash.
 
@@ -375,7 +376,7 @@ def report(
     ],
     readme: Annotated[
         bool,
-        typer.Option("--readme", help="Print the README's tables of bench operator files instead."),
+        flag("--readme", help="Print the README's tables of bench operator files instead."),
     ] = False,
     strategies: Annotated[
         str | None,

@@ -15,7 +15,15 @@ from rich.text import Text
 
 import pageweaver
 from pageweaver.eval import output as files
-from pageweaver.eval.output import MAX_SEED, SELECTION_HELP, Console, progress_bar, reporting_errors, say
+from pageweaver.eval.output import (
+    MAX_SEED,
+    SELECTION_HELP,
+    Console,
+    flag,
+    progress_bar,
+    reporting_errors,
+    say,
+)
 
 bench = typer.Typer(help="Measure; one command a question. Times need a CUDA device.", no_args_is_help=True)
 
@@ -59,7 +67,7 @@ Commit = Annotated[
     typer.Option(metavar="HASH", help="Commit to note in the rows where the folder has no git history."),
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="About two minutes: fewer selections, shapes, rounds and calls.")
+    bool, flag("--quick", help="About two minutes: fewer selections, shapes, rounds and calls.")
 ]
 RowFile = Annotated[Path, typer.Option(metavar="FILE", help="Gets the JSON rows.")]
 
@@ -74,7 +82,7 @@ def operator(
     rounds: Rounds = 7,
     calls: Calls = 20,
     inputs: Inputs = 1,
-    eager: Annotated[bool, typer.Option("--eager", help="Time complete calls outside graphs too.")] = False,
+    eager: Annotated[bool, flag("--eager", help="Time complete calls outside graphs too.")] = False,
     seed: Seed = 0,
     group_size: GroupSize = 16,
     kv_dtype: CacheType = KvDtype.fp8,
@@ -112,7 +120,7 @@ def ablations(
     calls: Calls = 50,
     inputs: Inputs = 1,
     steps: Annotated[
-        bool, typer.Option("--steps", help="Also take complete calls apart into kernels, by the profiler.")
+        bool, flag("--steps", help="Also take complete calls apart into kernels, by the profiler.")
     ] = False,
     seed: Seed = 0,
     group_size: GroupSize = 16,

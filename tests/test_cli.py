@@ -81,6 +81,16 @@ def test_version(tmp_path: Path) -> None:
     assert module.stdout == done.stdout
 
 
+def test_help_shows_no_value_for_a_flag(tmp_path: Path) -> None:
+    for words, name in (
+        (("bench", "operator"), "--quick"),
+        (("search",), "--resume"),
+        (("report",), "--readme"),
+    ):
+        shown = run(*words, "--help", cwd=tmp_path).stdout
+        assert name in shown and not [x for x in shown.splitlines() if name in x and "<bool>" in x]
+
+
 # --- compare ---
 
 
