@@ -8,10 +8,16 @@ from collections.abc import Sequence
 from pageweaver.eval import figures, paper
 from pageweaver.eval.arms import ORIGINAL
 from pageweaver.eval.operator import COUNTED, number
+from pageweaver.eval.output import counted
 from pageweaver.eval.page import Page, html_heading, html_not_run, html_note, html_plot, html_table
 from pageweaver.eval.roofline import floor_of
 from pageweaver.eval.runs import SYNTHETIC, Row, Run, cases_of, complete_medians, is_ablation, reuse8
 
+ALONE = (
+    "Attention alone is a graph of its own, timed beside the others and not inside of the complete call. The"
+    " card's power cap moves the clock from graph to graph, by what was drawn just before, so it can read"
+    " longer than the complete call that it is part of."
+)
 SERVING = ("union4", "union8", "regroup_w64", "regroup_w128", "auto", "page_union")
 
 
@@ -39,7 +45,9 @@ def calls_section(run: Run, page: Page) -> str:
             for case in cases
         ]
         headings = ["selection", "reuse", *(f"{arm} ({policies[arm]})" for arm in shown)]
-        parts.append(html_heading(title) + html_table(headings, lines))
+        parts.append(html_heading(title) + html_table(headings, lines, kept=2))
+        if boundary == "attention":
+            parts.append(html_note(ALONE))
         if boundary == "complete":
             plain = [r for r in timed if r["boundary"] == boundary and not is_ablation(r["arm"])]
             caption = "Complete calls, ms; arms of ablations are in the table alone"
@@ -95,7 +103,7 @@ def _beside(rows: Sequence[Row], cases: Sequence[str]) -> tuple[list[str], list[
     def shown(values: Sequence[float], form: str) -> str:
         count = len(values)
         mean = statistics.geometric_mean(values)
-        return f"{mean:{form}} ({min(values):{form}} to {max(values):{form}}, {count} selections)"
+        return f"{mean:{form}} ({min(values):{form}} to {max(values):{form}}, {counted(count, 'selection')})"
 
     lines = []
     for arm in dict.fromkeys(arm for _, arm in times):
@@ -106,22 +114,31 @@ def _beside(rows: Sequence[Row], cases: Sequence[str]) -> tuple[list[str], list[
         elif arm in ("per_query", "flashinfer", "sglang", "vllm", "dense", "flex") and found:
             peers = ", ".join(f"{name} {value:.3f}x" for name, value in paper.UNION8_SPEEDUP.items())
             lines.append(
-                [f"{arm} over union8, complete call", shown(found, ".2f"), peers, "its peers, 6 captures"]
+                [
+                    f"{arm} over union8, complete call",
+                    shown(found, ".2f"),
+                    peers,
+                    "geometric means; theirs of its peers over 6 captures",
+                ]
             )
     for arm in ("regroup_w64", "regroup_w128", "auto"):
         own = [row for row in rows if row["arm"] == arm and row["boundary"] == "complete"]
         saved = [1 - 1 / r for r in ratios(ORIGINAL, arm)]
         if saved:
             low, high = paper.ONLINE_SAVINGS
-            theirs = f"{low:.2%} to {high:.2%}" if arm == "regroup_w128" else "-"
+            over = f"ours over {counted(len(saved), 'selection')}"
+            theirs = "-"
+            if arm == "regroup_w128":
+                theirs, over = f"{low:.2%} to {high:.2%}", f"{over}; theirs over five 64K captures"
             span = f"{min(saved):+.2%} to {max(saved):+.2%}, median {statistics.median(saved):+.2%}"
-            lines.append([f"{arm}: share of union8's call saved", span, theirs, "five 64K captures"])
+            lines.append([f"{arm}: share of union8's call saved", span, theirs, over])
         added = [row["increment_us"] for row in own if "increment_us" in row]
         if added:
             known = paper.INCREMENT_US.get(arm)
             span = f"{min(added):.1f} to {max(added):.1f}, median {statistics.median(added):.1f}"
             theirs = "-" if known is None else f"{known} ({paper.CAPTURE})"
-            lines.append([f"{arm}: increment, us", span, theirs, "online less ready-made ids"])
+            over = f"online less ready-made ids; ours over {counted(len(added), 'selection')}"
+            lines.append([f"{arm}: increment, us", span, theirs, over])
     inter = f"{SYNTHETIC}interleaved"
     if (inter, "page_union") in times and (inter, ORIGINAL) in times:
         ours = f"{times[inter, 'page_union']:.3f} against union8 {times[inter, ORIGINAL]:.3f}"
@@ -131,14 +148,22 @@ def _beside(rows: Sequence[Row], cases: Sequence[str]) -> tuple[list[str], list[
                 "page_union on interleaved supports, ms",
                 ours,
                 f"{mine} against FlashInfer {peer}",
-                "64K tokens",
+                "one selection each, 64K tokens",
             ]
         )
     errors = [row["nrms"] for row in rows if row["arm"] == ORIGINAL and row.get("nrms")]
     if errors:
+        over = f"33 rows a selection; ours over {counted(len(cases), 'selection')}, theirs on captures"
         low, high = paper.NRMS
         ours = f"{min(errors):.2%} to {max(errors):.2%}"
-        lines.append(["NRMS of union8", ours, f"{low:.2%} to {high:.2%}", "33 rows; theirs on captures"])
+        lines.append(
+            [
+                "NRMS of union8",
+                ours,
+                f"{low:.2%} to {high:.2%}",
+                over,
+            ]
+        )
     return ["what", "ours", "the paper's", "how"], lines
 
 
@@ -151,7 +176,9 @@ def _eq7(rows: Sequence[Row], cases: Sequence[str]) -> str:
         for row in rows
         if row["case"] == case and row["boundary"] == "complete" and "net_us" in row
     ]
-    return html_table(["selection", "arm", "visits", "rounds", "net", "increment", "grouping"], lines, text=2)
+    return html_table(
+        ["selection", "arm", "visits", "rounds", "net", "increment", "grouping"], lines, text=2, kept=2
+    )
 
 
 def _winners(rows: Sequence[Row], cases: Sequence[str]) -> list[list[str]]:
@@ -193,7 +220,7 @@ def _floors(rows: Sequence[Row], cases: Sequence[str]) -> str:
     note = (
         "Floors in ms, from ceilings that kernels which do nothing else reach on an H200 (eval/roofline.py)."
     )
-    return html_table([*headings, "times the floor", "which is"], lines, text=2) + html_note(note)
+    return html_table([*headings, "times the floor", "which is"], lines, text=2, kept=2) + html_note(note)
 
 
 def _counts(rows: Sequence[Row]) -> str:
@@ -202,4 +229,6 @@ def _counts(rows: Sequence[Row]) -> str:
         for r in rows
         if r["boundary"] == COUNTED
     ]
-    return html_table(["selection", "arm", "visits", "reuse", "rounds"], lines, text=2) + html_not_run(rows)
+    return html_table(
+        ["selection", "arm", "visits", "reuse", "rounds"], lines, text=2, kept=2
+    ) + html_not_run(rows)

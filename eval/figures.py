@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pageweaver.common.strategy import TABLE_ORDER
 from pageweaver.eval import paper
 from pageweaver.eval.output import BLUE, GREEN, GREY, ORANGE, compact
 from pageweaver.eval.roofline import floor_of
@@ -17,11 +16,38 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-# Okabe and Ito's others but for yellow, which white swallows; marks tell series apart without colour.
-COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#56B4E9", "#D55E00", "#000000", GREY)
-MARKS = "osD^vPXh"
-# These look the same in every plot; others take what comes after them.
-KNOWN = (*(name for name in TABLE_ORDER if not name.startswith("offline")), "page_union/single")
+# Okabe and Ito's others but for yellow, which white swallows; marks tell arms apart without colour.
+PINK, SKY, RED, BLACK = "#CC79A7", "#56B4E9", "#D55E00", "#000000"
+# What an arm looks like goes by its name, in every plot: colour and mark. Arms of one order share the colour.
+LOOKS: Mapping[str, tuple[str, str]] = {
+    "per_query": (BLUE, "o"),
+    "union4": (ORANGE, "s"),
+    "union8": (GREEN, "D"),
+    "regroup_w64": (PINK, "^"),
+    "fixed_w64": (PINK, "<"),
+    "regroup_w128": (SKY, "v"),
+    "fixed_w128": (SKY, ">"),
+    "hash_w128": (SKY, "p"),
+    "reorder_w128": (SKY, "*"),
+    "auto": (RED, "P"),
+    "fixed_auto": (RED, "d"),
+    "offline_w512": (BLUE, "v"),
+    "fixed_w512": (BLUE, ">"),
+    "offline_w2048": (ORANGE, "v"),
+    "fixed_w2048": (ORANGE, ">"),
+    "page_union": (BLACK, "X"),
+    "page_union/single": (GREY, "h"),
+    "random_ids": (GREY, "d"),
+    "dense": (BLACK, "o"),
+    "flex": (RED, "s"),
+    "flashinfer": (PINK, "D"),
+    "sglang": (ORANGE, "H"),
+    "vllm": (GREY, "P"),
+}
+OTHER = (GREY, "o")
+# Variants are told by the filling: an arithmetic by its colour, others by the part that has it.
+INSIDE = {"split": "white", "fp8": "#F0F0F0", "bf16": "#D9D9D9", "float32": "#BFBFBF"}
+PART = {"cluster": "left", "single": "right", "visits": "bottom", "rounds": "top"}
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Any]:
@@ -41,30 +67,26 @@ def _arms(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["arm"] for row in rows))
 
 
-def _styles(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour, mark and filling of each arm; those that are not known are hollow.
+def style_of(arm: str) -> dict[str, Any]:
+    """Colour, mark and filling of an arm, whatever else is in the plot."""
+    name, *variants = arm.split("/")
+    if "single" in variants and f"{name}/single" in LOOKS:
+        name = f"{name}/single"
+        variants.remove("single")
+    colour, mark = LOOKS.get(name, OTHER)
+    inside = next((INSIDE[x] for x in variants if x in INSIDE), colour)
+    return {
+        "color": colour,
+        "marker": mark,
+        "markeredgecolor": colour,
+        "markerfacecolor": inside,
+        "markerfacecoloralt": "white" if inside != "white" else "#BFBFBF",
+        "fillstyle": next((PART[x] for x in variants if x in PART), "full"),
+    }
 
-    The first variant of a known arm takes its colour and mark.
-    """
-    places: dict[str, int] = {}
-    for arm in arms:
-        base = arm.partition("/")[0]
-        if arm in KNOWN:
-            places[arm] = KNOWN.index(arm)
-        elif base in KNOWN and len(KNOWN) + KNOWN.index(base) not in places.values():
-            places[arm] = len(KNOWN) + KNOWN.index(base)
-        else:
-            places[arm] = 2 * len(KNOWN) + len([at for at in places.values() if at >= 2 * len(KNOWN)])
-    styles: dict[str, dict[str, Any]] = {}
-    for arm, index in places.items():
-        colour = COLOURS[index % len(COLOURS)]
-        styles[arm] = {
-            "color": colour,
-            "marker": MARKS[(index + index // (2 * len(MARKS))) % len(MARKS)],
-            "markerfacecolor": colour if index < len(KNOWN) else "white",
-            "markeredgecolor": colour,
-        }
-    return styles
+
+def _styles(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
+    return {arm: style_of(arm) for arm in arms}
 
 
 def complete_calls(rows: Sequence[Row], cases: Sequence[str]) -> Figure:

@@ -285,6 +285,11 @@ def png(figure: Figure, source: str | None = None) -> bytes:
     return buffer.getvalue()
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things: ``1 row``, ``1,234 rows``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def compact(value: float) -> str:
     """A count in four characters or so, for labels in plots: 812, 64.4k, 1.21M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

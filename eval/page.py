@@ -13,6 +13,7 @@ from pageweaver.eval.output import png
 from pageweaver.eval.runs import Row, Run
 
 SHOWN_LINES = 40  # a longer table is folded
+WIDE = 12  # columns that fit a wide window
 STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; margin: 0 auto;
@@ -21,11 +22,17 @@ h1 { font-size: 1.6rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.25rem; margin: 2.5rem 0 .75rem; border-top: 1px solid #ccc; padding-top: 1rem; }
 h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 nav a { margin-right: 1rem; white-space: nowrap; }
-.scroll { overflow-x: auto; margin: .75rem 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; }
+/* Where columns lie further right a shadow stands at that edge; a cover at the end of the table hides it. */
+.scroll { overflow-x: auto; margin: .75rem 0; background:
+  linear-gradient(to left, #fff 40%, transparent) right / 3rem 100% no-repeat local,
+  linear-gradient(to left, rgb(0 80 140 / .45), transparent) right / 1.75rem 100% no-repeat scroll; }
+table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; font-size: .85rem; }
 th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #e3e3e3; vertical-align: bottom; }
 th { font-weight: 600; border-bottom-color: #888; }
 .t { text-align: left; }
+.k0, .k1 { position: sticky; left: 0; background: #fff; z-index: 1; }
+.two .k0 { box-sizing: border-box; min-width: 13rem; max-width: 13rem; overflow-wrap: anywhere; }
+.two .k1 { left: 13rem; }
 summary { cursor: pointer; color: #0072B2; font-size: .85rem; }
 figure { margin: 1rem 0; }
 img { max-width: 100%; height: auto; }
@@ -71,11 +78,14 @@ def html_note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
-def html_table(headings: Sequence[str], lines: Sequence[Sequence[str]], text: int = 1) -> str:
-    """A table; its first `text` columns hold words."""
+def html_table(headings: Sequence[str], lines: Sequence[Sequence[str]], text: int = 1, kept: int = 1) -> str:
+    """A table; its first `text` columns hold words, its first `kept` (1 or 2) stay when it is scrolled."""
 
     def row(cells: Sequence[str], tag: str) -> str:
-        marks = [' class="t"' if index < text else "" for index in range(len(cells))]
+        names = [
+            " ".join(("t",) * (index < text) + (f"k{index}",) * (index < kept)) for index in range(len(cells))
+        ]
+        marks = [f' class="{name}"' if name else "" for name in names]
         return (
             "<tr>"
             + "".join(f"<{tag}{m}>{escape(c)}</{tag}>" for c, m in zip(cells, marks, strict=True))
@@ -83,9 +93,12 @@ def html_table(headings: Sequence[str], lines: Sequence[Sequence[str]], text: in
         )
 
     body = "".join(row(line, "td") for line in lines)
+    opened = '<table class="two">' if kept == 2 else "<table>"
     table = (
-        f'<div class="scroll"><table><thead>{row(headings, "th")}</thead><tbody>{body}</tbody></table></div>'
+        f'<div class="scroll">{opened}<thead>{row(headings, "th")}</thead><tbody>{body}</tbody></table></div>'
     )
+    if len(headings) > WIDE:
+        table = html_note(f"{len(headings)} columns: scroll to the right for more.") + table
     if len(lines) <= SHOWN_LINES:
         return table
     return f"<details><summary>{len(lines)} lines</summary>{table}</details>"

@@ -12,6 +12,7 @@ from pageweaver.eval import ablations, figures, paper
 from pageweaver.eval.calls import calls_section
 from pageweaver.eval.inputs import INPUTS
 from pageweaver.eval.operator import NOT_RUN, number
+from pageweaver.eval.output import counted
 from pageweaver.eval.page import (
     Page,
     html_document,
@@ -88,7 +89,7 @@ def _provenance(runs: Sequence[Run]) -> str:
         protocol = next((r["protocol"] for r in run.rows if r.get("protocol")), None)
         how = "-"
         if protocol is not None:
-            how = f"{protocol['rounds']} x {protocol['calls']}, {protocol['inputs']} input(s)"
+            how = f"{protocol['rounds']} x {protocol['calls']}, {counted(protocol['inputs'], 'input')}"
         commit = str(row.get("commit") or "-")[:10] + (" (dirty)" if row.get("dirty") else "")
         cut = any(r.get("interrupted") for r in run.rows)
         lines.append(

@@ -26,6 +26,7 @@ from pageweaver.eval.output import (
     MAX_SEED,
     SELECTION_HELP,
     Console,
+    counted,
     default_captures,
     flag,
     progress_bar,
@@ -159,7 +160,10 @@ def compare(
     if len(done) > SHOWN_TABLES:
         say(console, f"{len(done) - SHOWN_TABLES} more tables are left out; their rows are in the file.")
     console.print(Text(comparing.notes(done), style="dim"))
-    say(console, f"Wrote {output / 'compare.jsonl'} ({len(lines)} rows) and compare.png in {took:.0f} s.")
+    say(
+        console,
+        f"Wrote {output / 'compare.jsonl'} ({counted(len(lines), 'row')}) and compare.png in {took:.0f} s.",
+    )
 
 
 @app.command()
@@ -192,7 +196,7 @@ def survey(
         },
     )
     surveying.print_survey(console, observations)
-    say(console, f"Wrote {output / 'survey.jsonl'} ({len(lines)} rows) and survey.png.")
+    say(console, f"Wrote {output / 'survey.jsonl'} ({counted(len(lines), 'row')}) and survey.png.")
 
 
 @app.command()
@@ -341,7 +345,7 @@ def capture(
         # A model that does not fit what can be captured, or a device that torch does not have.
         raise ValueError(str(error)) from error
     rows, columns = captured[0].total_q, captured[0].topk
-    say(console, f"Wrote {output}: {len(captured)} selections of {rows:,} queries x Top{columns}.")
+    say(console, f"Wrote {output}: {counted(len(captured), 'selection')} of {rows:,} queries x Top{columns}.")
     say(console, f"Next: pageweaver survey {output}")
 
 
@@ -407,7 +411,7 @@ def report(
         return
     page = make_page(runs)
     files.write_files(output, {"report.html": page.html.encode(), **page.plots})
-    say(console, f"Wrote {output / 'report.html'} and {len(page.plots)} plots.")
+    say(console, f"Wrote {output / 'report.html'} and {counted(len(page.plots), 'plot')}.")
 
 
 @app.command()

@@ -19,6 +19,7 @@ from pageweaver.eval.output import (
     MAX_SEED,
     SELECTION_HELP,
     Console,
+    counted,
     flag,
     progress_bar,
     reporting_errors,
@@ -364,7 +365,7 @@ class Run:
                 show_finished()
                 kept = self.output.with_name(f"{self.output.name}.partial")
                 self._write(kept)
-                say(Console(stderr=True), f"Kept {len(self.rows)} finished rows in {kept}.")
+                say(Console(stderr=True), f"Kept {counted(len(self.rows), 'finished row')} in {kept}.")
             raise
         self._write(self.output)
         return self.rows
@@ -377,4 +378,4 @@ class Run:
         if note is not None:
             self.console.print(Text(note, style="dim"))
         untimed = " No CUDA device: counts, no times." if is_timed and self.device.type != "cuda" else ""
-        say(self.console, f"Wrote {self.output} ({len(self.rows)} rows).{untimed}")
+        say(self.console, f"Wrote {self.output} ({counted(len(self.rows), 'row')}).{untimed}")

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from pageweaver.__main__ import app
 from pageweaver.common.supports import preset
 from pageweaver.eval import ablations, figures, operator, paper, report, roofline, survey
+from pageweaver.eval.arms import VARIANTS, arm_names
 from pageweaver.eval.readme import arithmetic_table, measured_table
 from pageweaver.eval.report import make_page
 from pageweaver.eval.roofline import floor_of
@@ -194,10 +195,12 @@ def test_the_papers_figures_stand_beside_ours(online: Path) -> None:
     found = {row[0]: row[1:] for row in seen.cells}
     ours, theirs, _ = found["union4 over union8, complete call"]
     assert ours == "1.050 (1.050 to 1.050, 2 selections)" and theirs == f"{paper.UNION4_OVER_UNION8:.3f}x"
-    ours, theirs, _ = found["regroup_w128: increment, us"]
+    ours, theirs, how = found["regroup_w128: increment, us"]
     assert ours == "9.6 to 12.0, median 10.8" and theirs.startswith("37.55 (")
+    assert how.endswith("ours over 2 selections")
     saved = found["regroup_w128: share of union8's call saved"]
     assert saved[0] == "+7.14% to +7.14%, median +7.14%" and saved[1] == "3.26% to 7.66%"
+    assert saved[2] == "ours over 2 selections; theirs over five 64K captures"
     assert found["NRMS of union8"][1] == "2.66% to 4.51%"
 
 
@@ -371,6 +374,9 @@ def test_command(online: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert f"Wrote {tmp_path / 'out' / 'report.html'} and 8 plots." in result.output
     assert len(list((tmp_path / "out").iterdir())) == 9
+    one = write(tmp_path / "one.jsonl", [{**timed("union8", "x", 1.0), "rounds": None}])
+    result = CliRunner().invoke(app, ["report", str(one), *words[-2:]], env={"COLUMNS": "200"})
+    assert "report.html and 1 plot.\n" in result.output
     table = CliRunner().invoke(app, ["report", str(online), "--readme", "--strategies", "union4,union8"])
     expected = [measured_table(lines(online), ["union4", "union8"]), arithmetic_table([read_run(online)])]
     assert table.output == "\n\n".join(expected) + "\n"
@@ -432,13 +438,64 @@ def test_arms_of_ablations_stay_out_of_the_plot_of_calls(
 
 
 def test_no_two_arms_look_the_same() -> None:
-    arms = [*figures.KNOWN, "union8/split", "union8/cluster", "fixed_w64", "flex", "dense", "auto/split"]
-    styles = figures._styles(arms)
-    assert list(styles) == arms
-    assert len({tuple(style.values()) for style in styles.values()}) == len(arms)
-    assert styles["union8/split"]["color"] == styles["union8"]["color"]
-    # What others run beside it does not change how a known arm looks.
-    assert figures._styles(["flex", "auto"])["auto"] == styles["auto"]
+    variants = (
+        "cluster",
+        "visits",
+        "rounds",
+        "fp8",
+        "split",
+        "bf16",
+        "float32",
+        "visits/split",
+        "single/split",
+    )
+    arms = dict.fromkeys(
+        [*figures.LOOKS, *(f"{name}/{variant}" for name in arm_names() for variant in ("single", *variants))]
+    )
+    looks = {arm: tuple(figures.style_of(arm).values()) for arm in arms}
+    assert len(set(looks.values())) == len(arms)
+    # Each name and variant that an arm may have stands in the tables.
+    assert set(figures.LOOKS) - {"page_union/single"} == set(arm_names())
+    assert set(figures.INSIDE) | set(figures.PART) == set(VARIANTS)
+    for name in arm_names():
+        assert figures.style_of(f"{name}/split")["color"] == figures.style_of(name)["color"]
+
+
+def test_an_arm_looks_the_same_in_every_plot() -> None:
+    """Whatever stands beside it: by its name, in two plots of other arms in another order."""
+    drawn: list[dict[str, Any]] = []
+
+    def noted(rows: Sequence[Row]) -> None:
+        figure = figures.complete_calls(rows, ["x"])
+        drawn.append(
+            {
+                line.get_label(): (line.get_color(), line.get_marker(), line.get_markerfacecolor())
+                for line in figure.axes[0].get_lines()
+            }
+        )
+
+    noted([timed(arm, "x", 1.0) for arm in ("auto/split", "union8/split", "flex", "auto")])
+    noted(
+        [timed(arm, "x", 1.0) for arm in ("union8", "auto", "union8/cluster", "auto/split", "union8/split")]
+    )
+    shared = set(drawn[0]) & set(drawn[1])
+    assert shared == {"auto", "auto/split", "union8/split"}
+    assert all(drawn[0][arm] == drawn[1][arm] for arm in shared)
+
+
+def test_wide_tables_keep_their_first_columns(online: Path, tmp_path: Path) -> None:
+    page = make_page([read_run(online)]).html
+    assert (
+        '<table class="two"><thead><tr><th class="t k0">selection</th><th class="k1">reuse</th><th>' in page
+    )
+    assert page.count("longer than the complete call that it is part of") == 1
+    assert "columns: scroll to the right" not in page and "7 x 20, 1 input<" in page
+    arms = [
+        f"{name}/{arithmetic}" for name in ("union4", "union8", "auto") for arithmetic in ("fp8", "split")
+    ]
+    rows = [timed(f"{arm}{more}", "x", 1.0) for arm in arms for more in ("", "/cluster")]
+    wide = make_page([read_run(write(tmp_path / "wide.jsonl", rows))]).html
+    assert "14 columns: scroll to the right for more." in wide
 
 
 def test_long_tables_are_folded(tmp_path: Path) -> None:
