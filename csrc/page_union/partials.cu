@@ -47,8 +47,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kProducerRegisters = 32, kConsumerRegisters = 224;
-constexpr float kPScaleLog2 = 8.0f;     // as in common/arithmetic.py
-constexpr float kLargeLogit = 8192.0f;  // base 2; above, FP32 rounds a logit by 2^-11 and more
 
 using Fragment = uint32_t[4];
 

@@ -46,7 +46,6 @@ constexpr int kConsumerWarps = 4;
 constexpr int kSlotBytes = kPageSize * kHeadDim;  // half of a page of K or V
 constexpr int kHalfColumns = kHeadDim / 2, kHalfTokens = kPageSize / 2;
 constexpr uint32_t kBf16Ones = 0x3f803f80u;
-constexpr float kLargeLogit = 8192.0f;  // base 2; above, FP32 rounds a logit by 2^-11 and more
 
 struct alignas(16) PageMeta {
     uint64_t mask;  // queries of the tile that selected the page

@@ -12,8 +12,6 @@
 
 namespace pageweaver {
 
-constexpr float kPScaleLog2 = 8.0f;     // as in common/arithmetic.py
-constexpr float kLargeLogit = 8192.0f;  // base 2; above, FP32 rounds a logit by 2^-11 and more
 constexpr int kConsumerBarrier = 1;
 
 using Fragment = uint32_t[4];
@@ -27,7 +25,7 @@ __device__ __forceinline__ const Fragment& fragment(const uint32_t (&registers)[
 // members; not at all where neither is.
 template <typename Body>
 __device__ __forceinline__ void for_members(const bool (&is_member)[2], const Body& body) {
-    if (is_member[0] && is_member[1])
+    if (__builtin_expect(is_member[0] && is_member[1], true))
         body(std::true_type{}, std::true_type{});
     else if (is_member[0])
         body(std::true_type{}, std::false_type{});
@@ -95,9 +93,11 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
             return __reduce_min_sync(kAllLanes, query < 0 ? -1 : query + tile.shift);
         };
         const int low_position[2] = {lowest_position(0), lowest_position(1)};
-        // Bits of a maximum from which on it is not plainly positive and small: negative, huge, NaN.
-        const uint32_t limit_bits[2] = {__float_as_uint(kLargeLogit * 0.999f / factor[0]),
-                                        __float_as_uint(kLargeLogit * 0.999f / factor[1])};
+        // Bits of a maximum from which on it is not plainly positive and small: negative, huge, NaN. The
+        // lowest of a warp's rows, which needs no register of every thread.
+        const uint32_t limit_bits =
+            __reduce_min_sync(kAllLanes, min(__float_as_uint(kLargeLogit * 0.999f / factor[0]),
+                                             __float_as_uint(kLargeLogit * 0.999f / factor[1])));
         // A total for each of a thread's registers of row sums; single parts have but one column's.
         constexpr int kParts = kIsSplit ? 2 : 1, kTotals = 2 * kParts;
         // Output columns 0 to 63 and 64 to 127; one half of a page's PV.
@@ -106,9 +106,24 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
         float maximum[2] = {-INFINITY, -INFINITY}, total[kTotals] = {}, rescale[2];
         bool is_member[2] = {};
 
-        // Scores of the next page, and who selected it: known long before they are there.
+        // Scores of the next page, and who selected it.
         uint32_t members = 0;
         int page_start = 0;
+        // What follows from that is worked out while the scores are on their way: which halves are members, a
+        // bit each, and whether some of these has columns that it may not see.
+        uint32_t next_members = 0, has_hidden = 0;
+        const auto look_up = [&] {
+            next_members = has_hidden = 0;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const uint32_t half = members >> 8 * h & 0xff;
+                if (half == 0) continue;
+                next_members |= 1u << h;
+                if (page_start + kPageSize - 1 > low_position[h] || half != all_members) has_hidden = 1;
+            }
+            // Else the compiler leaves it for behind the wait.
+            asm volatile("" : "+r"(next_members), "+r"(has_hidden));
+        };
         const auto issue_qk = [&] {
             if (!key_ready) mbarrier_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
             const uint64_t operand = wgmma_descriptor_at(keys + key_ring.stage * (kPageBytes >> 4));
@@ -183,51 +198,49 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
         // Scores to probabilities for one page; `before_exp` runs between the maxima and the exponentials.
         const auto softmax = [&](auto before_exp) {
             fence_registers(scores);
-            const uint32_t half_members[2] = {members & 0xff, members >> 8};
-            const bool will_be_member[2] = {half_members[0] != 0, half_members[1] != 0};
-            float base[2], next_rescale[2];
-            for_members(will_be_member, [&](auto... has) {
-                constexpr bool kHas[2] = {decltype(has)::value...};
+            const bool will_be_member[2] = {(next_members & 1) != 0, (next_members & 2) != 0};
+            if (__builtin_expect(has_hidden, false)) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    if (!kHas[h]) continue;
-                    const bool is_whole =
-                        page_start + kPageSize - 1 <= low_position[h] && half_members[h] == all_members;
-                    if (__builtin_expect(is_whole, true)) continue;
+                    if (!will_be_member[h]) continue;
                     // The last visible column of the row, -1 where the row's query is no member.
                     const int row = 16 * warp + row_low + 8 * h;
-                    const bool selected = half_members[h] >> (row_low >> p.group_shift) & 1;
+                    const bool selected = members >> (8 * h + (row_low >> p.group_shift)) & 1;
                     const int limit = selected ? rows[row] + tile.shift - page_start : -1;
+                    const int own_limit = limit - 2 * quad;
 #pragma unroll
                     for (int k = 0; k < 16; ++k) {
-                        const int column = 8 * k + 2 * quad;
-                        if (column > limit) scores[4 * k + 2 * h] = -INFINITY;
-                        if (column + 1 > limit) scores[4 * k + 2 * h + 1] = -INFINITY;
+                        if (8 * k > own_limit) scores[4 * k + 2 * h] = -INFINITY;
+                        if (8 * k + 1 > own_limit) scores[4 * k + 2 * h + 1] = -INFINITY;
                     }
                 }
-                // Positive floats are in the order of their bits, and any of them is above all negative ones:
-                // the maximum of three integers is one instruction. Two chains a row keep its latency short.
-                float top[2], subtracted[2], offset[2];
-                bool is_rare = false;
-                const auto extreme = [&](int h, auto of_three) {
-                    int chains[2] = {__float_as_int(maximum[h]), __float_as_int(scores[2 * h])};
+            }
+            float base[2], next_rescale[2];
+            // Positive floats are in the order of their bits, and any of them is above all negative ones:
+            // the maximum of three integers is one instruction. Two chains a row keep its latency short.
+            const auto extreme = [&](int h, auto of_three) {
+                int chains[2] = {__float_as_int(maximum[h]), __float_as_int(scores[2 * h])};
 #pragma unroll
-                    for (int k = 0; k < 16; ++k) {
-                        const float* const pair = &scores[4 * k + 2 * h];
-                        chains[k % 2] =
-                            of_three(chains[k % 2], __float_as_int(pair[0]), __float_as_int(pair[1]));
-                    }
-                    return of_three(chains[0], chains[1], chains[1]);
-                };
-                const auto over_quad = [&](int value, auto of_three) {
-                    const int other = __shfl_xor_sync(kAllLanes, value, 1);
-                    value = of_three(value, other, other);
-                    const int last = __shfl_xor_sync(kAllLanes, value, 2);
-                    return of_three(value, last, last);
-                };
-                const auto max3 = [](int a, int b, int c) { return __vimax3_s32(a, b, c); };
-                const auto min3 = [](int a, int b, int c) { return __vimin3_s32(a, b, c); };
-                int bits[2];
+                for (int k = 0; k < 16; ++k) {
+                    const float* const pair = &scores[4 * k + 2 * h];
+                    chains[k % 2] = of_three(chains[k % 2], __float_as_int(pair[0]), __float_as_int(pair[1]));
+                }
+                return of_three(chains[0], chains[1], chains[1]);
+            };
+            const auto over_quad = [&](int value, auto of_three) {
+                const int other = __shfl_xor_sync(kAllLanes, value, 1);
+                value = of_three(value, other, other);
+                const int last = __shfl_xor_sync(kAllLanes, value, 2);
+                return of_three(value, last, last);
+            };
+            const auto max3 = [](int a, int b, int c) { return __vimax3_s32(a, b, c); };
+            const auto min3 = [](int a, int b, int c) { return __vimin3_s32(a, b, c); };
+            float before[2];
+            int bits[2];
+            bool has_rare = false;
+            for_members(will_be_member, [&](auto... has) {
+                constexpr bool kHas[2] = {decltype(has)::value...};
+                bool is_rare = false;
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
                     if (kHas[h]) bits[h] = extreme(h, max3);
@@ -235,35 +248,39 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
                 for (int h = 0; h < 2; ++h) {
                     if (!kHas[h]) continue;
                     bits[h] = over_quad(bits[h], max3);
-                    top[h] = subtracted[h] = offset[h] = __int_as_float(bits[h]);
-                    is_rare |= static_cast<uint32_t>(bits[h]) >= limit_bits[h];
+                    is_rare |= static_cast<uint32_t>(bits[h]) >= limit_bits;
                 }
-                if (__builtin_expect(__any_sync(kAllLanes, is_rare), false)) {
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        if (!kHas[h]) continue;
-                        // Nothing but negative floats: the highest is the lowest integer.
-                        const int lowest = over_quad(extreme(h, min3), min3);
-                        if (bits[h] < 0) top[h] = __int_as_float(lowest);
-                        // A row that has seen nothing yet subtracts 0: -inf - -inf would be NaN.
-                        subtracted[h] = top[h] == -INFINITY ? 0.0f : top[h];
-                        // Logits so large that a maximum's rounding shows in an exponential: subtract before
-                        // multiplying.
-                        const bool is_large = fabsf(subtracted[h]) * factor[h] > kLargeLogit;
-                        offset[h] = is_large ? 0.0f : subtracted[h];
-#pragma unroll
-                        for (int i = 0; i < 64; ++i)
-                            if (i / 2 % 2 == h && is_large) scores[i] -= subtracted[h];
-                    }
-                }
+                // Made beside the vote, not behind it.
+                has_rare = __any_sync(kAllLanes, is_rare);
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     if (!kHas[h]) continue;
-                    next_rescale[h] = ex2_approx((maximum[h] - subtracted[h]) * factor[h]);
-                    maximum[h] = top[h];
-                    base[h] = fmaf(-offset[h], factor[h], kPScaleLog2);
+                    before[h] = maximum[h];
+                    maximum[h] = __int_as_float(bits[h]);
+                    next_rescale[h] = ex2_approx((before[h] - maximum[h]) * factor[h]);
+                    base[h] = fmaf(-maximum[h], factor[h], kPScaleLog2);
                 }
             });
+            if (__builtin_expect(has_rare, false)) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    if (!will_be_member[h]) continue;
+                    // Nothing but negative floats: the highest is the lowest integer.
+                    maximum[h] = before[h];
+                    const int lowest = over_quad(extreme(h, min3), min3);
+                    maximum[h] = __int_as_float(bits[h] < 0 ? lowest : bits[h]);
+                    // A row that has seen nothing yet subtracts 0: -inf - -inf would be NaN.
+                    const float subtracted = maximum[h] == -INFINITY ? 0.0f : maximum[h];
+                    // Logits so large that a maximum's rounding shows in an exponential: subtract before
+                    // multiplying.
+                    const bool is_large = fabsf(subtracted) * factor[h] > kLargeLogit;
+#pragma unroll
+                    for (int i = 0; i < 64; ++i)
+                        if (i / 2 % 2 == h && is_large) scores[i] -= subtracted;
+                    next_rescale[h] = ex2_approx((before[h] - subtracted) * factor[h]);
+                    base[h] = fmaf(is_large ? 0.0f : -subtracted, factor[h], kPScaleLog2);
+                }
+            }
             __syncwarp();
             if (lane == 0) release<kIsCluster>(shared.empty_key[key_ring.stage]);
             key_ring.advance();
@@ -273,6 +290,20 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
             key_ready = mbarrier_test_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
             value_ready =
                 mbarrier_test_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
+            // The lower half of PV of the page before, an eighth at a time: where both halves have
+            // exponentials to do, between these, which leave issue slots free.
+            const bool was_member[2] = {is_member[0], is_member[1]};
+            const float last_rescale[2] = {rescale[0], rescale[1]};
+            const auto add_eighth = [&](int part) {
+#pragma unroll
+                for (int i = 4 * part; i < 4 * part + 4; ++i)
+                    if (was_member[i / 2 % 2])
+                        acc_low[i] = fmaf(acc_low[i], last_rescale[i / 2 % 2], product[i]);
+            };
+            if (!(will_be_member[0] && will_be_member[1])) {
+#pragma unroll
+                for (int k = 0; k < 8; ++k) add_eighth(k);
+            }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 is_member[h] = will_be_member[h];
@@ -288,7 +319,8 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
                 for (int h = 0; h < 2; ++h)
                     if (kHas[h]) rescale[h] = next_rescale[h];
 #pragma unroll
-                for (int k = 0; k < 8; ++k)
+                for (int k = 0; k < 8; ++k) {
+                    if (kHas[0] && kHas[1]) add_eighth(k);
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         if (!kHas[h]) continue;
@@ -314,6 +346,7 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
                         }
                         probabilities[kParts - 1][2 * k + h] = cvt_e4m3x4(e[0], e[1], e[2], e[3]);
                     }
+                }
             });
         };
 
@@ -328,12 +361,13 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
             wgmma_wait_group<1>();
             add_high();
             issue_pv(std::false_type{});
+            look_up();
             wgmma_wait_group<1>();
         };
-        // The first page has none before it, and no half is a member yet: nothing is added.
+        // The first page has none before it, and no half is a member yet: nothing will be added.
         const auto finish_product = [&](bool has_product) {
             wgmma_wait_group<0>();
-            add_product(acc_low);
+            fence_registers(product);
             if (has_product) release_value();
         };
         const auto multiply_values = [&] {
@@ -355,7 +389,9 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
                 if (shared.meta[key_ring.stage].members != 0) {
                     key_ready = true;
                     issue_qk();
+                    look_up();
                     wgmma_wait_group<0>();
+                    is_member[0] = is_member[1] = false;
                     softmax([] {});
                     multiply_values();
                 } else {
@@ -372,6 +408,7 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
             release_q();
         } else if (rounds > 0) {
             issue_qk();
+            look_up();
             wgmma_wait_group<0>();
             if constexpr (kIsSplit) {
                 // One copy of the softmax for all pages: with another for the first, instruction caches do

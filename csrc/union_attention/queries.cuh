@@ -10,6 +10,8 @@
 
 namespace pageweaver {
 
+constexpr float kPScaleLog2 = 8.0f;     // of probabilities in FP8; as in common/arithmetic.py
+constexpr float kLargeLogit = 8192.0f;  // base 2; above, FP32 rounds a logit by 2^-11 and more
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 // As in common/arithmetic.py, which says what they guard.
 constexpr float kQAmaxFloor = 7.888609052210118e-31f;      // 2^-100
@@ -65,12 +67,12 @@ __device__ inline int64_t query_of(const UnionParams& p, const Tile& tile, int s
     return p.query_ids ? p.query_ids[int64_t{tile.head} * p.total_q + at] : at;
 }
 
-// The head-row that row `row` of a tile holds; head-rows go by query, then by head. Bits 3 and 4 change
-// places: a warp's lower and upper eight rows, which are different registers of its threads, belong to two
-// queries at group size 16, each shared by two warps. Where only one of them selected a page, both warps have
-// half of a softmax to do, not one warp all of it while three wait.
+// The head-row that row `row` of a tile holds; head-rows go by query, then by head. A warp's lower and upper
+// eight rows are different registers of its threads. At group size 16 they belong to two queries, each shared
+// by two warps: where only one of them selected a page, both warps have half of a softmax to do, not one warp
+// all of it while three wait. The two are not neighbours, which select the same pages more often.
 __device__ __forceinline__ int head_row_of(int row) {
-    return (row & ~24) | (row & 8) << 1 | (row & 16) >> 1;
+    return (row & 7) | (row & 8) << 2 | (row & 48) >> 1;
 }
 
 __device__ inline int64_t qo_head_of(const UnionParams& p, const Tile& tile, int head_row) {
