@@ -47,7 +47,7 @@ __device__ inline int visible_page(const PrepareParams& p, int head, int request
 // 32-bit words of shared memory that a warp needs to build a union.
 __host__ __device__ inline int64_t union_words(const PrepareParams& p) {
     const int64_t edges = int64_t{p.queries_per_tile} * p.tiles_per_group * p.topk;
-    return int64_t{2} * ((p.max_pages + 31) / 32) + int64_t{p.max_union} * p.mask_words + edges;
+    return int64_t{2} * mark_words(p.max_pages) + int64_t{p.max_union} * p.mask_words + edges;
 }
 
 __device__ inline void note_group(const PrepareParams& p, int group, int request, Span span) {
@@ -71,22 +71,16 @@ __device__ inline void clear_group(const PrepareParams& p, int head, int group, 
     for (int i = lane; i < mask_total; i += kWarp) p.union_masks[unit * mask_total + i] = 0;
 }
 
-// Gives a selected page a place in packed_v. Where that has room for all pages of all requests a page's place
-// is its index; else places are numbered as pages turn up. A CTA calls this once a page: these few lines of
-// memory are everybody's.
-__device__ inline void claim_place(const PrepareParams& p, int64_t index) {
-    if (p.max_packed == 0) return;
-    int32_t* const place = p.packed_slots + index;
-    if (int64_t{p.num_kv_heads} * p.batch_size * p.max_pages <= p.max_packed)
-        *place = static_cast<int32_t>(index);
-    else if (*reinterpret_cast<volatile int32_t*>(place) == -1 && atomicCAS(place, -1, kClaimed) == -1)
-        // No more pages can be selected than there are edges, so the number stays inside the buffer.
-        *place = atomicAdd(&p.counters[kPackedCount], 1);
+// Marks those of 32 pages of a request of a KV head that are bits of `pages`. A CTA calls this once for each
+// word: these few lines of memory are everybody's.
+__device__ inline void mark_pages(const PrepareParams& p, int64_t request, int word, uint32_t pages) {
+    if (pages != 0 && p.max_packed > 0)
+        atomicOr(&p.page_marks[request * mark_words(p.max_pages) + word], pages);
 }
 
-// Behind a barrier of the threads that have claimed what a CTA's queries selected, `is_first` in one of them:
+// Behind a barrier of the threads that have marked what a CTA's queries selected, `is_first` in one of them:
 // pack_values may start, and sees it once it has seen all CTAs counted.
-__device__ inline void pages_are_claimed(const PrepareParams& p, bool is_first) {
+__device__ inline void pages_are_marked(const PrepareParams& p, bool is_first) {
     if (is_first) {
         __threadfence();
         atomicAdd(&p.counters[kClaimers], 1);
@@ -101,7 +95,7 @@ struct UnionScratch {
     int page_words, mask_total;
 
     __device__ UnionScratch(const PrepareParams& p, uint32_t* scratch)
-        : page_words((p.max_pages + 31) / 32), mask_total(p.max_union * p.mask_words) {
+        : page_words(mark_words(p.max_pages)), mask_total(p.max_union * p.mask_words) {
         bitmap = scratch;
         prefix = bitmap + page_words;
         masks = prefix + page_words;

@@ -18,8 +18,11 @@ constexpr int kTilesDrawn = kPackedCount + 3, kCtasDone = kPackedCount + 4;
 // CTAs that have marked all pages which their queries selected; 0 between calls.
 constexpr int kClaimers = kPackedCount + 5;
 constexpr int kCounters = kPackedCount + 6;
-// A packed slot that one warp has claimed and not numbered yet.
-constexpr int kClaimed = -2;
+
+// Words of a request's page_marks.
+__host__ __device__ inline int mark_words(int max_pages) {
+    return (max_pages + 31) / 32;
+}
 
 // What others wrote before they released the value that is read here, is seen behind it.
 __device__ __forceinline__ int load_acquire(const int32_t* address) {

@@ -70,15 +70,33 @@ __global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, int cla
         return;
     }
     __shared__ alignas(16) uint8_t tile[kPackedPageBytes];
+    const bool has_room = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages <= p.max_packed;
     const int64_t wanted = p.num_kv_heads * range.count;
     for (int64_t i = blockIdx.x - kOrderBlocks; i < wanted; i += gridDim.x - kOrderBlocks) {
         const int head = static_cast<int>(i / range.count);
         const int64_t at = range.first + i % range.count;
         const int64_t index = int64_t{head} * p.batch_size * p.max_pages + at;
-        const int packed = p.packed_slots[index];
-        if (packed < 0) continue;
         const int page = static_cast<int>(at % p.max_pages);
         const int request = static_cast<int>(at / p.max_pages);
+        // Where there is room for all pages of all requests, a page's slot is its index; else slots are
+        // numbered as pages turn up. No more are marked than there are edges, so a number stays in the
+        // buffer.
+        int packed = has_room ? static_cast<int>(index) : 0;
+        if (p.page_marks) {
+            const uint32_t marks =
+                p.page_marks[(int64_t{head} * p.batch_size + request) * mark_words(p.max_pages) + page / 32];
+            if (!(marks >> (page % 32) & 1)) packed = -1;
+            __shared__ int numbered;
+            if (!has_room && packed == 0) {
+                if (threadIdx.x == 0) numbered = atomicAdd(&p.counters[kPackedCount], 1);
+                __syncthreads();
+                packed = numbered;
+            }
+            if (threadIdx.x == 0) p.packed_slots[index] = packed;
+        } else {
+            packed = p.packed_slots[index];
+        }
+        if (packed < 0) continue;
         const int64_t physical = p.page_table[request * p.page_table_stride + page];
         const uint8_t* source = p.v_cache + physical * p.v_stride_page + head * p.v_stride_head;
         const int valid = min(p.seqused_k[request] - page * kPageSize, kPageSize);

@@ -6,7 +6,7 @@
 //   build_unions   one warp a group: a bitmap of the request's pages in shared memory makes the union
 //                  ascending and unique without sorting; ranks come from popcounts; masks are OR-ed at the
 //                  rank. Where the call searches for an order, csrc/regroup finds it and builds the unions.
-//   pack_values    (pack_values.cu) V^T of the pages that unions claimed, and the order of units
+//   pack_values    (pack_values.cu) V^T of the pages that unions marked, and the order of units
 // Any page count that the bitmap's shared memory holds: 4 bytes * ceil(max_pages / 32) twice a warp.
 
 #include "prepare/build_union.cuh"
@@ -48,11 +48,11 @@ __device__ int scan_requests(const PrepareParams& p, int length, int32_t* starts
 __global__ void __launch_bounds__(kPlanThreads) plan_groups(PrepareParams p) {
     grid_dependency_launch();  // the next kernel waits where it needs what this one writes
     if (blockIdx.x > 0) {
-        const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
+        const int64_t marks = int64_t{p.num_kv_heads} * p.batch_size * mark_words(p.max_pages);
         const int64_t first = int64_t{blockIdx.x - 1} * kPlanThreads + threadIdx.x;
         const int64_t step = int64_t{gridDim.x - 1} * kPlanThreads;
         if (p.max_packed > 0)
-            for (int64_t i = first; i < slots; i += step) p.packed_slots[i] = -1;
+            for (int64_t i = first; i < marks; i += step) p.page_marks[i] = 0;
         if (p.written_ids) {
             // A search writes the ids of all requests; those of rows past them stay as they are.
             const int start = p.window > 0 ? min(max(p.cu_seqlens_q[p.batch_size], 0), p.total_q) : 0;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(PrepareParams p) {
 
 __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PrepareParams p) {
     extern __shared__ uint32_t shared_words[];
-    __shared__ int64_t first_places[kUnionWarps];  // in packed_slots, of the request of each warp's group
+    __shared__ int64_t requests[kUnionWarps];  // of a KV head, of each warp's group
     grid_dependency_wait();
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     const int64_t unit = int64_t{blockIdx.x} * warps + warp, words = union_words(p);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
     const bool exists = unit < int64_t{p.num_kv_heads} * p.max_groups;
     const bool is_live = exists && group < p.counters[kLiveGroups];
     if (exists && !is_live) clear_group(p, head, group, lane);
-    if (lane == 0) first_places[warp] = -1;
+    if (lane == 0) requests[warp] = -1;
     int slots = 0;
     if (is_live) {
         const int request = request_of(p.group_starts, p.batch_size, group);
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
             span_of(p, request, group - p.group_starts[request], p.queries_per_tile * p.tiles_per_group);
         slots = span.last - span.first;
         if (head == 0 && lane == 0) note_group(p, group, request, span);
-        if (lane == 0) first_places[warp] = (int64_t{head} * p.batch_size + request) * p.max_pages;
+        if (lane == 0) requests[warp] = int64_t{head} * p.batch_size + request;
         collect_pages(p, slots, scratch, [&](int slot, int column) {
             const int at = span.first + slot;
             const int query = p.query_ids ? p.query_ids[int64_t{head} * p.total_q + at] : at;
@@ -106,19 +106,22 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
     __syncthreads();
     // Neighbours are mostly of one request and share pages. Bitmaps lie first in each warp's scratch.
 #pragma unroll 1
-    for (int page = threadIdx.x; page < p.max_pages; page += blockDim.x) {
-        int64_t claimed = -1;
+    for (int word = threadIdx.x; word < mark_words(p.max_pages); word += blockDim.x) {
+        int64_t request = -1;
+        uint32_t pages = 0;
         for (int w = 0; w < warps; ++w) {
-            const int64_t first = first_places[w];
-            if (first < 0 || first == claimed) continue;
-            if (shared_words[w * words + page / 32] >> (page % 32) & 1) {
-                claim_place(p, first + page);
-                claimed = first;
+            if (requests[w] < 0) continue;
+            if (requests[w] != request) {
+                mark_pages(p, request, word, pages);
+                request = requests[w];
+                pages = 0;
             }
+            pages |= shared_words[w * words + word];
         }
+        mark_pages(p, request, word, pages);
     }
     __syncthreads();
-    pages_are_claimed(p, threadIdx.x == 0);
+    pages_are_marked(p, threadIdx.x == 0);
     if (!is_live) return;
     const int rounds = write_union(p, head, group, slots, scratch);
     if (lane == 0) count_size(p, rounds);
@@ -147,9 +150,9 @@ cudaError_t launch_regroup(const PrepareParams& params, cudaStream_t stream);
 
 cudaError_t launch_prepare(const PrepareParams& p, cudaStream_t stream) {
     if (p.max_groups == 0) return cudaSuccess;
-    const int64_t slots = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages;
+    const int64_t marks = int64_t{p.num_kv_heads} * p.batch_size * mark_words(p.max_pages);
     const int64_t rows = p.window > 0 ? 1 : int64_t{p.num_kv_heads} * p.total_q;
-    const int64_t clearing = ((slots > rows ? slots : rows) + kPlanThreads - 1) / kPlanThreads;
+    const int64_t clearing = ((marks > rows ? marks : rows) + kPlanThreads - 1) / kPlanThreads;
     cudaError_t error = prefer_shared_memory(plan_groups);
     if (error != cudaSuccess) return error;
     plan_groups<<<1 + static_cast<unsigned>(clearing < 264 ? clearing : 264), kPlanThreads, 0, stream>>>(p);

@@ -302,14 +302,18 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     }
 
     // Overlaps
-    const auto claim = [&](int first_page, int thread, int threads) {
-        const int64_t first_place = (int64_t{head} * p.batch_size + request) * p.max_pages + first_page;
+    // By whole warps, 32 pages each; a pass begins with a word of marks.
+    const auto mark = [&](int first_page, int thread, int threads) {
 #pragma unroll 1
-        for (int page = thread; page < min(capacity, p.max_pages - first_page); page += threads) {
-            uint32_t selected = 0;
+        for (int base = thread - lane; base < min(capacity, p.max_pages - first_page); base += threads) {
+            const int page = base + lane;
+            uint32_t selecting = 0;
+            if (page < min(capacity, p.max_pages - first_page))
 #pragma unroll
-            for (int word = 0; word < kRowWords; ++word) selected |= table[word * table_stride + page];
-            if (selected) claim_place(p, first_place + page);
+                for (int word = 0; word < kRowWords; ++word) selecting |= table[word * table_stride + page];
+            const uint32_t selected = __ballot_sync(kAllLanes, selecting != 0);
+            if (lane == 0)
+                mark_pages(p, int64_t{head} * p.batch_size + request, (first_page + base) / 32, selected);
         }
     };
     int first_page = 0;
@@ -361,7 +365,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         __syncthreads();
         if (first_page + capacity >= p.max_pages) break;
         grid_dependency_wait();
-        claim(first_page, threadIdx.x, kThreads<kWindow>);
+        mark(first_page, threadIdx.x, kThreads<kWindow>);
         __syncthreads();
         clear_table();
     }
@@ -379,9 +383,9 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         // Mark pages for packing
         grid_dependency_wait();
         const int thread = threadIdx.x - searchers * kWarp, threads = kThreads<kWindow> - searchers * kWarp;
-        if (is_live) claim(first_page, thread, threads);
+        if (is_live) mark(first_page, thread, threads);
         named_barrier_sync(1, threads);
-        pages_are_claimed(p, thread == 0);
+        pages_are_marked(p, thread == 0);
         live_groups = p.counters[kLiveGroups];
         constexpr int kClearing = kWarps<kWindow> / 2;  // never among those that search
         for (int group = live_groups + window * kClearing + warp - kClearing;
@@ -471,7 +475,9 @@ cudaError_t launch(const PrepareParams& p, cudaStream_t stream) {
     const int64_t free = kMaxShared - kFixed;
     const int64_t scratch = std::max<int64_t>(1, sizeof(uint32_t) * union_words(p));
     if (scratch > free) return cudaErrorInvalidValue;
-    const int64_t capacity = std::clamp<int64_t>(p.max_pages, 1, free / kPageBytes - 1);
+    // In passes of whole words of marks.
+    const int64_t most = free / kPageBytes - 1,
+                  capacity = std::max(1, p.max_pages) <= most ? std::max(1, p.max_pages) : most / 32 * 32;
     const int64_t builders = std::min<int64_t>(
         {kWindow / (p.queries_per_tile * p.tiles_per_group), kWarps<kWindow>, free / scratch});
     const int64_t shared = kFixed + std::max((capacity + 1) * kPageBytes, builders * scratch);

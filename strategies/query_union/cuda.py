@@ -45,6 +45,7 @@ def cuda_layout(problem: AttentionProblem, queries_per_group: int) -> Layout:
         "tile_counts": ((heads, max_groups, queries_per_group), torch.int32),
         "unit_order": ((heads * max_groups,), torch.int32),
         "packed_slots": ((packed_slots,), torch.int32),
+        "page_marks": ((heads * batch * -(-max_pages // 32) if packed_slots else 0,), torch.int32),
         "packed_v": ((max_packed, HEAD_DIM, problem.page_size), torch.uint8),
         "group_starts": ((batch + 1,), torch.int32),
         "window_starts": ((batch + 1,), torch.int32),
@@ -161,7 +162,7 @@ def _schedule_arguments(
     heads, max_groups, max_union, mask_words = views["union_masks"].shape
     names = (
         "group_offsets group_requests union_pages union_masks union_counts tile_counts unit_order"
-        " packed_slots packed_v group_starts window_starts counters"
+        " packed_slots page_marks packed_v group_starts window_starts counters"
     )
     return {
         **{name: views[name].data_ptr() for name in names.split()},
