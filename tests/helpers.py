@@ -265,18 +265,22 @@ def paged_case(
 
 
 def choices_problem(device: str | torch.device = "cpu") -> pw.AttentionProblem:
-    """Four windows of 128 queries for which `auto` chooses 0, 1, 2 and, though the search went on, 0 or 1."""
+    """Five windows of 128 queries, and what `auto` chooses.
+
+    Alike (0); two kinds in turns, in one half (1) and in both (1, the search of all gives up half way); 32
+    kinds (2); a trap, where the search of all goes on to its end and comes out worse (0 or 1).
+    """
     alike, turns = torch.arange(4).repeat(128, 1), torch.arange(4).repeat(128, 1)
     turns[::2] += 4
+    kinds = torch.cat([torch.arange(64).view(32, 2), torch.full((32, 2), -1)], dim=1).repeat(4, 1)
     # Tiles of neighbours with other pages strewn in: the greedy takes what is cheap and leaves a costly rest.
-    rng = torch.Generator().manual_seed(8)
-    strewn = torch.rand(128, 4, generator=rng) < 0.1
-    trap = torch.randint(60, (32, 4), generator=rng).repeat_interleave(4, dim=0)
-    trap = torch.where(strewn, torch.randint(60, (128, 4), generator=rng), trap)
-    trap[:9] = trap[:9][torch.randperm(9, generator=rng)]
-    problem = random_problem(lengths=(512,), prefixes=(9000,), topk=4, device=device)
+    rng = torch.Generator().manual_seed(54)
+    strewn = torch.rand(128, 4, generator=rng) < 0.3
+    trap = torch.randint(70, (32, 4), generator=rng).repeat_interleave(4, dim=0)
+    trap = torch.where(strewn, torch.randint(70, (128, 4), generator=rng), trap)
+    problem = random_problem(lengths=(640,), prefixes=(9000,), topk=4, device=device)
     ids = torch.full(problem.q2k_indices.shape, -1, dtype=torch.int32)
-    ids[0, :512] = torch.cat([alike, alike[:64], turns[:64], turns, trap])
+    ids[0, :640] = torch.cat([alike, alike[:64], turns[:64], turns, kinds, trap])
     return replaced(problem, q2k_indices=ids.to(device))
 
 

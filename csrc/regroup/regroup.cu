@@ -44,8 +44,8 @@ constexpr uint32_t kTaken = 0x80000000u;
 template <typename Mask>
 constexpr int kPageStride = 8 * sizeof(Mask) + 4;
 
-// Slots after which a search may give up.
-constexpr int kSample = kWarp;
+// Slots after which a search may give up, and the half of a window of 128, where the one of all of it may.
+constexpr int kSample = kWarp, kHalf = 2 * kSample;
 constexpr int kGivenUp = 1 << 20;  // rounds, more than any window has
 
 // Orders of a window, as window_choices names them.
@@ -127,11 +127,12 @@ __device__ int count_rounds(const Mask* overlaps, const uint32_t* whole_rows, co
 // lane. Steps have no branch that lanes could take apart, and what does not lie between one minimum and the
 // next stands behind the load and the product, in whose shadows it runs.
 // original: where the search may give up; it does, and returns false, if its first slots need no fewer rounds
-// than those of this order. found: barriers or null; arrives at one for every group that is filled.
-template <typename Mask, int kWindow, int kPerLane>
+// than those of this order, or if goes_on(), asked after half a window, is false. found: barriers or null;
+// arrives at one for every group that is filled, from `held` slots on.
+template <typename Mask, int kWindow, int kPerLane, typename GoesOn>
 __device__ bool search(const Mask* overlaps, const uint32_t* whole_rows, int first_row, int rows, int group,
-                       int subgroup, bool by_rounds, const uint8_t* original, uint8_t* order,
-                       uint64_t* found) {
+                       int subgroup, bool by_rounds, const uint8_t* original, uint8_t* order, uint64_t* found,
+                       int held, const GoesOn& goes_on) {
     using Keys = Key<Mask, kWindow>;
     constexpr int kWords = kPerLane * sizeof(Mask) / 4;
     const int lane = threadIdx.x % kWarp, own_row = first_row + lane * kPerLane;
@@ -146,7 +147,7 @@ __device__ bool search(const Mask* overlaps, const uint32_t* whole_rows, int fir
         base[q] = (exists ? 0 : kTaken) | (own_row + q) * Keys::kRow;
         whole_costs[q] = __popc(row) * Keys::kGroupCost;
     }
-    int slot = 0;
+    int slot = 0, announced = 0;
     uint32_t row = kTaken;
     // Fills a slot with the row of the smallest key, and fetches what the rows share with that one.
     const auto take = [&](uint32_t key) {
@@ -211,7 +212,12 @@ __device__ bool search(const Mask* overlaps, const uint32_t* whole_rows, int fir
             };
             if (count(order) >= count(original)) return false;
         }
-        if (found && lane == 0) mbarrier_arrive(smem_address(found + first / group));
+        if (original && first < kHalf && last >= kHalf) {
+            __syncwarp();
+            if (!goes_on()) return false;
+        }
+        if (found && lane == 0 && (last >= held || last == rows))
+            for (; announced * group < last; ++announced) mbarrier_arrive(smem_address(found + announced));
     }
     return true;
 }
@@ -250,7 +256,8 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     __shared__ uint32_t whole_rows[kWindow];
     __shared__ uint8_t orders[kChoices][kWindow];
     __shared__ uint64_t found[kWarps<kWindow>];  // barriers: the window's own order has this group
-    __shared__ int rounds[kChoices], group_rounds[kWarps<kWindow>];
+    __shared__ int rounds[kChoices], group_rounds[kWarps<kWindow>], sampled_rounds;
+    __shared__ uint64_t halves_found;  // barrier: both are, and their rounds are counted
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 
     const auto clear_table = [&] {
@@ -261,6 +268,10 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     if (threadIdx.x < kWindow) orders[kOriginal][threadIdx.x] = static_cast<uint8_t>(threadIdx.x);
     if (threadIdx.x < kChoices) rounds[threadIdx.x] = 0;
     if (threadIdx.x < kWarps<kWindow>) mbarrier_init(smem_address(&found[threadIdx.x]), 1);
+    if (threadIdx.x == 0) {
+        sampled_rounds = 0;
+        mbarrier_init(smem_address(&halves_found), 2);
+    }
 
     // Window. This kernel runs beside plan_groups until it needs what that one writes: of few requests it
     // counts the windows itself.
@@ -374,11 +385,14 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     // Costs are those of full tiles, two a group, also where a small call runs smaller ones.
     const int group_length = p.queries_per_tile * p.tiles_per_group, tile = group_length / 2;
     const int groups = (rows + group_length - 1) / group_length;
-    constexpr int kHalf = 64;
     const bool chooses = choice_out, has_halves = kWindow > kHalf && chooses && kHalf >= group_length;
     const int searchers = !is_live ? 0 : has_halves ? 3 : 1, builder = warp - searchers;
     const uint8_t* const original = chooses ? orders[kOriginal] : nullptr;
     int live_groups = 0, first_group = 0;
+    const auto find_groups = [&] {
+        live_groups = p.counters[kLiveGroups];
+        first_group = p.group_starts[request] + (window - first_window) * (kWindow / group_length);
+    };
     if (builder >= 0) {
         // Mark pages for packing
         grid_dependency_wait();
@@ -386,7 +400,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         if (is_live) mark(first_page, thread, threads);
         named_barrier_sync(1, threads);
         pages_are_marked(p, thread == 0);
-        live_groups = p.counters[kLiveGroups];
+        find_groups();
         constexpr int kClearing = kWarps<kWindow> / 2;  // never among those that search
         for (int group = live_groups + window * kClearing + warp - kClearing;
              warp >= kClearing && group < p.max_groups; group += p.max_windows * kClearing)
@@ -395,40 +409,55 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
             if (choice_out && threadIdx.x == 0) *choice_out = kOriginal;
             return;
         }
-        first_group = p.group_starts[request] + (window - first_window) * (kWindow / group_length);
         for (int slot = thread; chooses && slot < kWindow; slot += threads) {
             const int part = count_rounds<Mask, kWindow>(overlaps, whole_rows, original, slot, rows, tile);
             if (lane == 0) atomicAdd(&rounds[kOriginal], part);
         }
     } else if (warp == 0) {
+        // The second half of this search holds up the call. It pays where the first half has far fewer rounds
+        // than the best first slots of the halves, or where rounds are so many that a few per cent do.
+        const auto goes_on = [&] {
+            if (!has_halves || rows < kHalf + kSample) return true;
+            int own = 0, edges = 0;
+#pragma unroll
+            for (int slot = lane; slot < kHalf; slot += kWarp)
+                own += count_rounds<Mask, kWindow>(overlaps, whole_rows, orders[kWhole], slot, kHalf, tile);
+            for (int row = lane; row < rows; row += kWarp) edges += __popc(whole_rows[row]);
+            edges = __reduce_add_sync(kAllLanes, edges);
+            mbarrier_wait(smem_address(&halves_found), 0);
+            return 6 * own < 5 * sampled_rounds || 16 * rounds[kHalves] > 7 * edges;
+        };
+        // No group is built of a search that may be given up.
+        const int held = has_halves ? kHalf : chooses ? kSample : 0;
         if (!search<Mask, kWindow, kWindow / kWarp>(overlaps, whole_rows, 0, rows, group_length, tile,
-                                                    p.by_rounds, original, orders[kWhole], found) &&
+                                                    p.by_rounds, original, orders[kWhole], found, held,
+                                                    goes_on) &&
             lane == 0) {
             atomicAdd(&rounds[kWhole], kGivenUp);
-            for (int g = max(kSample / group_length - 1, 0); g < groups; ++g)
-                mbarrier_arrive(smem_address(&found[g]));
+            for (int g = 0; g < groups; ++g) mbarrier_arrive(smem_address(&found[g]));
         }
     } else {
         const int first_row = (warp - 1) * kHalf, slots = min(rows - first_row, kHalf);
         uint8_t* const order = orders[kHalves] + first_row;
         if (!search<Mask, kWindow, kHalf / kWarp>(overlaps, whole_rows, first_row, slots, group_length, tile,
-                                                  p.by_rounds, original + first_row, order, nullptr))
+                                                  p.by_rounds, original + first_row, order, nullptr, 0,
+                                                  [] { return true; }))
             for (int slot = lane; slot < slots; slot += kWarp) order[slot] = original[first_row + slot];
         __syncwarp();
 #pragma unroll 1
         for (int slot = lane; slot < kHalf; slot += kWarp) {
             const int part = count_rounds<Mask, kWindow>(overlaps, whole_rows, order, slot, slots, tile);
             if (lane == 0) atomicAdd(&rounds[kHalves], part);
+            if (lane == 0 && slot < kSample) atomicAdd(&sampled_rounds, part);
         }
+        if (lane == 0) mbarrier_arrive(smem_address(&halves_found));
     }
 
     // Unions, of groups as they are found; again, where another order turns out to be better
-    const int first_builder = builder < 0 || builder >= builders ? groups : builder;
-    const int step = min(builders, kWarps<kWindow> - searchers);
-    int choice = kWhole;
+    int own_place = builder, step = min(builders, kWarps<kWindow> - searchers), choice = kWhole;
     for (bool is_chosen = !chooses;; is_chosen = true) {
 #pragma unroll 1
-        for (int g = first_builder; g < groups; g += step) {
+        for (int g = own_place < 0 || own_place >= step ? groups : own_place; g < groups; g += step) {
             const int first_slot = g * group_length, slots = min(rows - first_slot, group_length);
             const int group = first_group + g;
             if (group >= live_groups) break;  // only where boundaries pass total_q
@@ -441,7 +470,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
             for (int slot = lane; slot < slots; slot += kWarp)
                 p.written_ids[int64_t{head} * p.total_q + span.first + first_slot + slot] =
                     span.first + order[slot];
-            uint32_t* const scratch = table + builder * union_words(p);
+            uint32_t* const scratch = table + own_place * union_words(p);
             collect_pages(p, slots, scratch,
                           [&](int slot, int column) { return pages[order[slot] * kStride + column]; });
             const int found_rounds = write_union(p, head, group, slots, scratch);
@@ -460,10 +489,18 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         const int other = has_halves && rounds[kHalves] < rounds[kOriginal] ? kHalves : kOriginal;
         if (16 * rounds[other] < 15 * rounds[kWhole]) choice = other;
         if (threadIdx.x == 0) *choice_out = choice;
-        if (choice != kWhole) continue;
-        for (int g = first_builder; g < groups && first_group + g < live_groups; g += step)
-            if (lane == 0) count_size(p, group_rounds[g]);
-        return;
+        if (choice == kWhole) {
+            for (int g = builder < 0 ? groups : builder; g < groups && first_group + g < live_groups;
+                 g += kWarps<kWindow> - searchers)
+                if (lane == 0) count_size(p, group_rounds[g]);
+            return;
+        }
+        // Those that searched build too.
+        own_place = warp, step = min(builders, kWarps<kWindow>);
+        if (builder < 0) {
+            grid_dependency_wait();
+            find_groups();
+        }
     }
 }
 

@@ -131,9 +131,12 @@ class Auto(OnlineRegroup):
     """In every window of 128 queries the original order, that of W64, or that of W128.
 
     A search, of a window or of one of its halves (W64), gives up and keeps the original order if its first 32
-    slots need no fewer rounds (Eq. 4, the work of the kernel) than those of that one. A window takes its own
-    order (W128); if that search gave up, or if another order saves a sixteenth of its rounds, that one of
-    the original order and the halves' with fewer rounds, the original at a tie.
+    slots need no fewer rounds (Eq. 4, the work of the kernel) than those of that one. That of a window gives
+    up after 64 slots too, since its second half would hold up the call, if it is of 96 queries or more, its
+    first 64 slots need at least 5/6 of the rounds of the first 32 slots of both halves, and the halves need
+    rounds for at most 7/16 of their selected pages. A window takes its own order (W128); if that search gave
+    up, or if another order saves a sixteenth of its rounds, that one of the original order and the halves'
+    with fewer rounds, the original at a tie.
     ``schedule.window_choices``, int32 ``[num_kv_heads, max_windows]``, says 0 (original), 1 (halves) or 2
     (its own), windows of a request after those of the one before. A call so small that a tile
     holds one query (`tile_queries`) has the same rounds in any order, and keeps the original one without a
@@ -174,13 +177,28 @@ class Auto(OnlineRegroup):
         for head, half in product(range(len(original)), _windows(boundaries, WINDOWS[0])):
             if len(orders) == 3 and gives_up(head, orders[1], half):
                 orders[1][head, half] = original[head, half]
+
+        def stops_half_way(head: int, window: slice) -> bool:
+            middle = window.start + WINDOWS[0]
+            if len(orders) < 3 or window.stop - middle < SAMPLE:
+                return False
+            sampled = sum(
+                rounds(head, orders[1], slice(half, half + SAMPLE)) for half in (window.start, middle)
+            )
+            edges = np.count_nonzero(support[head, window] >= 0)
+            return bool(
+                6 * rounds(head, orders[2], slice(window.start, middle)) >= 5 * sampled
+                and 16 * rounds(head, orders[1], window) <= 7 * edges
+            )
+
         ids = original.clone()
         choices.zero_()
         for head in range(len(ids)):
             for index, window in enumerate(_windows(boundaries, self.window)):
                 *counts, own = (rounds(head, order, window) for order in orders)
                 choice, other = 2, counts.index(min(counts))
-                if gives_up(head, orders[-1], window) or 16 * counts[other] < 15 * own:
+                given_up = gives_up(head, orders[-1], window) or stops_half_way(head, window)
+                if given_up or 16 * counts[other] < 15 * own:
                     choice = other
                 choices[head, index] = choice
                 ids[head, window] = (orders[-1] if choice == 2 else orders[other])[head, window]
