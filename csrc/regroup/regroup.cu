@@ -425,7 +425,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
             for (int row = lane; row < rows; row += kWarp) edges += __popc(whole_rows[row]);
             edges = __reduce_add_sync(kAllLanes, edges);
             mbarrier_wait(smem_address(&halves_found), 0);
-            return 6 * own < 5 * sampled_rounds || 16 * rounds[kHalves] > 7 * edges;
+            return 6 * own < 5 * sampled_rounds || 16 * rounds[kHalves] > 9 * edges;
         };
         // No group is built of a search that may be given up.
         const int held = has_halves ? kHalf : chooses ? kSample : 0;

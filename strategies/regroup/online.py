@@ -134,7 +134,7 @@ class Auto(OnlineRegroup):
     slots need no fewer rounds (Eq. 4, the work of the kernel) than those of that one. That of a window gives
     up after 64 slots too, since its second half would hold up the call, if it is of 96 queries or more, its
     first 64 slots need at least 5/6 of the rounds of the first 32 slots of both halves, and the halves need
-    rounds for at most 7/16 of their selected pages. A window takes its own order (W128); if that search gave
+    rounds for at most 9/16 of their selected pages. A window takes its own order (W128); if that search gave
     up, or if another order saves a sixteenth of its rounds, that one of the original order and the halves'
     with fewer rounds, the original at a tie.
     ``schedule.window_choices``, int32 ``[num_kv_heads, max_windows]``, says 0 (original), 1 (halves) or 2
@@ -188,7 +188,7 @@ class Auto(OnlineRegroup):
             edges = np.count_nonzero(support[head, window] >= 0)
             return bool(
                 6 * rounds(head, orders[2], slice(window.start, middle)) >= 5 * sampled
-                and 16 * rounds(head, orders[1], window) <= 7 * edges
+                and 16 * rounds(head, orders[1], window) <= 9 * edges
             )
 
         ids = original.clone()
