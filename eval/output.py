@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, told apart with every common colour vision.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#595959"
 
+SCHEMA_VERSION = "1"  # of rows that bench commands write: the end of their schema
 RESULTS = Path("results")  # where outputs go by default: made where it is missing, as no other folder is
 DEFAULT_CAPTURES = Path("captures") / "smollm2_64k.safetensors"
 

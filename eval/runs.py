@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pageweaver.eval.arms import DIAGNOSTICS, ORIGINAL
-from pageweaver.eval.output import read_lines
+from pageweaver.eval.output import SCHEMA_VERSION, read_lines
 
 Row = dict[str, Any]
 SYNTHETIC = "synthetic."
@@ -48,7 +48,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     Raises
     ------
     ValueError
-        It is no JSON lines, is empty, or comes from no command of `BENCHES` or from several.
+        It is no JSON lines, is empty, comes from no command of `BENCHES` or from several, has a schema
+        of another version, or is a survey's without an observation.
     """
     rows: list[Row] = []
     lines = read_lines("rows", path)
@@ -64,8 +65,16 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     if len(benches) != 1 or not benches <= set(BENCHES):
         *timed, last = (bench if bench == "survey" else f"bench {bench}" for bench in BENCHES)
         raise ValueError(f"rows: got {path}, supported: rows of one command, {', '.join(timed)} or {last}")
+    bench = benches.pop()
+    if bench == "survey":
+        if all(row["kind"] == "source" for row in rows):
+            raise ValueError(f"rows: got {path}, a survey's rows of which none is an observation")
+    elif strange := {row["schema"] for row in rows} - {f"pageweaver-{bench}-{SCHEMA_VERSION}"}:
+        raise ValueError(
+            f"rows: got {path} of schema {strange.pop()!r}, supported: pageweaver-{bench}-{SCHEMA_VERSION}"
+        )
     sha256 = hashlib.sha256("".join(f"{x}\n" for x in lines).encode()).hexdigest()
-    return Run(Path(path).stem, benches.pop(), rows, sha256)
+    return Run(Path(path).stem, bench, rows, sha256)
 
 
 def _bench_of(row: Row) -> str:

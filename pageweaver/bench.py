@@ -335,7 +335,8 @@ class Run:
 
     def header(self) -> Row:
         """What every row says of where it came from."""
-        header: Row = {"schema": f"pageweaver-{self.bench}-1", **files.provenance(self.device)}
+        schema = f"pageweaver-{self.bench}-{files.SCHEMA_VERSION}"
+        header: Row = {"schema": schema, **files.provenance(self.device)}
         if self.commit is not None:
             header["commit"], header["dirty"] = files.split_commit(self.commit)
         return header

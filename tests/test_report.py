@@ -150,6 +150,8 @@ def online(tmp_path: Path) -> Path:
         ('{"schema": "pageweaver-other-1"}', "supported: rows of one command, bench"),
         ('{"strategy": "union8"}', "bench scaling, bench prefill or survey"),  # of compare
         ('{"schema": "pageweaver-operator-1"}\n{"kind": "source"}', "supported: rows of one command, bench"),
+        ('{"schema": "pageweaver-operator-2"}', "'pageweaver-operator-2', supported: pageweaver-operator-1"),
+        ('{"kind": "source"}\n{"kind": "source"}', "of which none is an observation"),
     ],
 )
 def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
