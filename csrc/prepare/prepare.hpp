@@ -47,8 +47,8 @@ struct PrepareParams {
     int32_t* unit_order;      // [num_kv_heads * max_groups]; head * max_groups + group, largest unions first
     // packed V
     int32_t* packed_slots;  // [num_kv_heads, batch_size, max_pages]; slot of a selected page, else -1
-    uint32_t* page_marks;  // [num_kv_heads, batch_size, ceil(max_pages / 32)]: a bit a page that some query
-                           // selected, which gets a slot when it is packed; null: pages have their slots
+    uint32_t* page_marks;   // [num_kv_heads, batch_size, ceil(max_pages / 32)]: a bit a page that some query
+                            // selected, which gets a slot when it is packed; null: pages have their slots
     uint8_t* packed_v;      // [max_packed, head_dim, page_size]
     // scratch
     int32_t* group_starts;   // [batch_size + 1]; first group of each request
