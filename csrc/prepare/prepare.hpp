@@ -66,9 +66,9 @@ struct PageRange {
     int64_t first, count;
 };
 
-// The last part of it alone: orders units and packs V^T of the pages that have a slot, of those in `range`.
-// claimers: CTAs of the kernel before that count themselves when pages have their slots; all pages are then
-// packed while that kernel goes on. 0: it is waited for.
+// The last part of it alone: orders units and packs V^T of the pages in `range` that are marked, or have a
+// slot where there are no marks. claimers: CTAs of the kernel before that count themselves when all they will
+// mark is marked; pages are then packed while that kernel goes on. 0: it is waited for.
 cudaError_t launch_pack_values(const PrepareParams& params, int64_t claimers, PageRange range,
                                cudaStream_t stream);
 
