@@ -435,9 +435,12 @@ def resolve_selection(selection: str) -> list[Selection]:
     if not isinstance(selection, str):
         raise TypeError(f"selection: got {type(selection).__name__}, supported: str")
     if selection.startswith("synthetic:"):
-        from pageweaver.common.supports import preset
+        from pageweaver.common.supports import PRESETS, preset
 
-        return [preset(selection.removeprefix("synthetic:"))]
+        name = selection.removeprefix("synthetic:")
+        if name not in PRESETS:
+            raise ValueError(f"selection: got {selection!r}, supported: synthetic:{'|'.join(PRESETS)}")
+        return [preset(name)]
     if Path(selection).is_file():
         return load_selections(selection)
     file, colon, name = selection.rpartition(":")
@@ -446,7 +449,7 @@ def resolve_selection(selection: str) -> list[Selection]:
     reason = "this is a folder" if Path(selection).is_dir() else "there is no such file"
     raise FileNotFoundError(
         f"selection: got {selection!r}, supported: FILE.safetensors and FILE.safetensors:NAME of an existing"
-        f" file, synthetic:PRESET ({reason})"
+        f" file, synthetic:low|mid|high|interleaved ({reason})"
     )
 
 

@@ -100,7 +100,7 @@ def sparse_prefill(
         Default by the device of `q`. Nothing falls back silently.
     arithmetic : {"fp8", "split", "bf16", "float32"}, optional
         How queries and probabilities are rounded; statistics are FP32. "fp8" (default for FP8 caches): to
-        E4M3, about 4% NRMS on N(0, 1) inputs. "split": into a high and a low E4M3 part each, 0.2%, in 1.4
+        E4M3, about 4% NRMS on N(0, 1) inputs. "split": into a high and a low E4M3 part each, 0.2%, in 1.3
         to 1.6 times the time (page_union: 1.2 to 1.3; H200, README). "bf16" (default for BF16 caches):
         queries as they are, probabilities in BF16, 0.2%. "float32": every step in FP32 (reference backend;
         `out` is float32). What a backend lacks is refused.

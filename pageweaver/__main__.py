@@ -199,6 +199,28 @@ def survey(
     say(console, f"Wrote {output / 'survey.jsonl'} ({counted(len(lines), 'row')}) and survey.png.")
 
 
+def _ids_to_go_on_from(output: Path, window: int, objective: str) -> pageweaver.OfflineIds:
+    """Those in the output file, if they are of a search like this one."""
+    ids = pageweaver.OfflineIds.load(output)
+    for name, wanted, got in (("window", window, ids.window), ("objective", objective, ids.objective)):
+        if wanted != got:
+            raise ValueError(f"{name}: got {wanted} with --resume, supported: {got}, of the ids in {output}")
+    return ids
+
+
+def _keep_searched_ids(output: Path) -> None:
+    """Refuse an output that holds ids which time was spent on."""
+    try:
+        ids = pageweaver.OfflineIds.load(output)
+    except (OSError, ValueError):
+        return
+    if (ids.visits, ids.rounds) != (ids.greedy_visits, ids.greedy_rounds):
+        raise ValueError(
+            f"output: got {output}, which has ids that a search improved (window {ids.window}),"
+            " supported: --resume, which goes on from them, or another file"
+        )
+
+
 @app.command()
 @reporting_errors()
 def search(
@@ -235,7 +257,9 @@ def search(
     check_seconds(seconds)
     if resume and seconds == 0:
         raise ValueError("seconds: got 0 with --resume, supported: above 0, the time to go on for")
-    start = pageweaver.OfflineIds.load(output) if resume else None
+    start = _ids_to_go_on_from(output, int(window.value), objective.value) if resume else None
+    if not resume:
+        _keep_searched_ids(output)
     chosen = found[0]
     problem = counting_problem(chosen, group_size)
     began = time.perf_counter()

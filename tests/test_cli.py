@@ -147,7 +147,8 @@ def test_compare_without_arguments_takes_the_real_captures(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("compare missing.safetensors", "synthetic:PRESET (there is no such file)\n"),
+        ("compare missing.safetensors", "synthetic:low|mid|high|interleaved (there is no such file)\n"),
+        ("compare synthetic:lo", "Error: selection: got 'synthetic:lo', supported: synthetic:low|mid|high|"),
         ("compare SMALL:nobody", "Error: names: got 'nobody', supported by"),
         ("compare SMALL --strategies union8,union9", "Error: strategies: got 'union9', supported: per_query"),
         ("compare SMALL --group-size 3", "Error: group_size: got 3, supported: (1, 2, 4, 8, 16)"),
@@ -203,7 +204,7 @@ def test_compare_without_arguments_takes_the_real_captures(tmp_path: Path) -> No
         ),
         ("bench scaling --workload .", "Error: workload: got ., supported: a text file (Is a directory"),
         ("survey missing.safetensors", "Error: selection: got 'missing.safetensors', supported: FILE"),
-        ("survey .", "synthetic:PRESET (this is a folder)\n"),
+        ("survey .", "synthetic:low|mid|high|interleaved (this is a folder)\n"),
         ("capture model text.txt out.st --layers 1-x", "Error: layers: got '1-x', supported: numbers"),
     ],
 )
@@ -355,12 +356,18 @@ def test_search_goes_on(selections: list[pw.Selection], selection_file: Path, tm
 
     before = (tmp_path / "ids.safetensors").read_bytes()
     for change, message in (
-        (["--objective", "rounds"], "start.objective: got visits, supported: rounds"),
-        (["--window", "2048"], "start.window: got 512, supported: 2048"),
+        (
+            ["--objective", "rounds"],
+            "objective: got rounds with --resume, supported: visits, of the ids",
+        ),
+        (["--window", "2048"], "window: got 2048 with --resume, supported: 512, of the ids"),
         (["--group-size", "8"], "start.queries_per_group: got 8, supported: 16"),
     ):
         done = run(*words, "--seconds", "1", "--resume", *change, cwd=tmp_path)
         assert done.returncode == 2 and done.stderr.startswith(f"Error: {message}")
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: output: got ids.safetensors, which has ids that a search improved")
     words[1] = f"{selection_file}:{selections[0].name}"
     done = run(*words, "--seconds", "1", "--resume", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("Error: start: got ids of another selection")

@@ -44,7 +44,7 @@ class TestOfflineIds:
         ids = pw.search(selection, window=512, group_size=16)
         with pytest.raises(ValueError, match=r"ids\.queries_per_group: got 8, supported: 16 at group size 8"):
             pw.load("offline_w512", ids=ids)(problem)
-        with pytest.raises(TypeError, match=r"ids: got NoneType, supported: OfflineIds from pageweaver"):
+        with pytest.raises(TypeError, match=r"ids: got NoneType, supported by offline_w512: OfflineIds from"):
             pw.load("offline_w512")
 
     def test_damaged(self) -> None:

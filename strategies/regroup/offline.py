@@ -288,7 +288,7 @@ def search(
     selection : Selection
         ``q2k_indices`` int32 ``[num_kv_heads, total_q, topk]`` with its boundaries.
     window : int
-        Queries a search window (the paper: 512 and 2048).
+        Queries a search window. The strategies run ids of 512 and 2048, the paper's; others are for study.
     objective : {"rounds", "visits"}
         What the search minimises: 64-row rounds (Eq. 4), which the time follows, or visits (Eq. 3).
     group_size : int
@@ -385,8 +385,8 @@ class OfflineRegroup(QueryUnion):
         super().__init__(**options)
         if not isinstance(ids, OfflineIds):
             raise TypeError(
-                f"ids: got {type(ids).__name__},"
-                f" supported: OfflineIds from pageweaver.search(selection, window={self.window})"
+                f"ids: got {type(ids).__name__}, supported by {self.name}: OfflineIds from"
+                f" pageweaver.search(selection, window={self.window}), given to pageweaver.load"
             )
         if ids.window != self.window:
             raise ValueError(f"ids.window: got {ids.window}, supported by {self.name}: {self.window}")
