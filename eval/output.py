@@ -59,7 +59,13 @@ Report = Callable[[float, str], None]
 
 
 class Console(RichConsole):
-    """Falls silent when its reader leaves (`| head`), so that the work ends and its files are written."""
+    """Falls silent when its reader leaves (`| head`), so that the work ends and its files are written.
+
+    Strings are printed as they are: names of selections may look like rich's markup.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, **settings)
 
     def on_broken_pipe(self) -> None:
         """Send what follows, and what Python flushes at exit, nowhere."""
@@ -110,7 +116,7 @@ def progress_bar(console: RichConsole) -> Iterator[Report]:
     where = console if console.is_terminal else RichConsole(stderr=True)
     bar = Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         TaskProgressColumn(),
         TimeElapsedColumn(),
@@ -200,15 +206,20 @@ def split_commit(text: str) -> tuple[str, bool]:
     return text.removesuffix("-dirty"), text.endswith("-dirty")
 
 
-def check_file(path: Path, made: Path | None = None) -> None:
+def check_file(path: Path, made: Path | None = None, reads: Iterable[str | Path | None] = ()) -> None:
     """Refuse, before any work, a file that could not be written; raises as `check_folder` does.
 
-    Its folder exists, or is the one that the caller has `made` when it is missing.
+    Its folder exists, or is the one that the caller has `made` when it is missing. It is none of the files,
+    or selections of a file, that the command `reads`.
     """
     folder = path.parent
     if not os.path.exists(folder) and folder != made:
         raise ValueError(f"output: got {path}, supported: a file in an existing folder")
     check_folder(folder, path.name)
+    for word in filter(None, reads):
+        for file in (str(word), str(word).rpartition(":")[0]):
+            if path.exists() and os.path.exists(file) and path.samefile(file):
+                raise ValueError(f"output: got {path}, which is read, supported: another file")
 
 
 def check_folder(path: Path, *names: str) -> None:

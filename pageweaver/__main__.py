@@ -253,7 +253,7 @@ def search(
         raise ValueError(
             f"selection: got {len(found)} of {selection}, supported: one, as {selection}:NAME of {names}"
         )
-    files.check_file(output)
+    files.check_file(output, reads=[selection])
     check_seconds(seconds)
     if resume and seconds == 0:
         raise ValueError("seconds: got 0 with --resume, supported: above 0, the time to go on for")
@@ -345,7 +345,7 @@ def capture(
     from pageweaver.eval import output as files
 
     console = Console()
-    files.check_file(output)
+    files.check_file(output, reads=[text])
     wanted = None if layers is None else _numbers("layers", layers)
     try:
         with _short_warnings(), progress_bar(console) as report:

@@ -96,7 +96,7 @@ def operator(
     from pageweaver.eval.arms import parse_arms
     from pageweaver.eval.timing import Protocol
 
-    run = Run(timing.BENCH, output, commit)
+    run = Run(timing.BENCH, output, commit, selections or ())
     made = partial(
         timing.measure,
         _selections(selections, quick),
@@ -138,7 +138,7 @@ def ablations(
     from pageweaver.eval.arms import parse_arms
     from pageweaver.eval.timing import Protocol
 
-    run = Run(ablating.BENCH, output, commit)
+    run = Run(ablating.BENCH, output, commit, selections or ())
     found = _selections(selections, quick)
     measure = partial(
         timing.measure,
@@ -184,13 +184,17 @@ def numerics(
     """Errors of every strategy and arithmetic: to float64 on 33 rows, and to per_query on all."""
     from pageweaver.eval import numerics as checking
     from pageweaver.eval.arms import parse_arms
+    from pageweaver.eval.inputs import INPUTS
 
-    run = Run(checking.BENCH, output, commit)
+    run = Run(checking.BENCH, output, commit, selections or ())
+    kinds = [x.strip() for x in inputs.split(",") if x.strip()]
+    if not kinds:
+        raise ValueError(f"inputs: got {inputs!r}, supported: some of {', '.join(INPUTS)}")
     made = partial(
         checking.measure,
         _selections(selections, quick),
         checking.default_arms() if strategies is None else parse_arms(strategies),
-        [x.strip() for x in inputs.split(",") if x.strip()],
+        kinds,
         rows=rows,
         seed=seed,
         group_size=group_size,
@@ -276,7 +280,7 @@ def scaling(
     from pageweaver.eval.arms import parse_arms
     from pageweaver.eval.timing import Protocol
 
-    run = Run(growing.BENCH, output, commit)
+    run = Run(growing.BENCH, output, commit, [workload])
     shapes = growing.grid([x.strip() for x in grid.split(",") if x.strip() not in ("", "none")], quick)
     note = None
     if workload is not None:
@@ -320,17 +324,22 @@ class Run:
         Gets the rows; refused here where it cannot be written.
     commit : str or None
         As the user gave it.
+    reads : sequence of str or Path
+        Files and selections that the output must not replace.
     """
 
     bench: str
     output: Path
     commit: str | None
+    reads: Sequence[str | Path | None] = ()
     console: Console = field(default_factory=Console)
     device: torch.device = field(init=False)
     rows: list[Row] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        files.check_file(self.output, made=files.RESULTS)
+        files.check_file(self.output, made=files.RESULTS, reads=self.reads)
+        self._kept = self.output.with_name(f"{self.output.name}.partial")
+        files.check_file(self._kept, made=files.RESULTS, reads=self.reads)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def header(self) -> Row:
@@ -345,6 +354,11 @@ class Run:
         """Gather rows, show each case's when it is finished, and write them.
 
         An error or Ctrl-C leaves an earlier file as it was; finished rows go to a file beside it.
+
+        Raises
+        ------
+        ValueError
+            A row has a NaN or an infinity, or there is none.
         """
         shown = 0
 
@@ -359,17 +373,28 @@ class Run:
                 for row in made(header=self.header(), device=self.device, report=report):
                     if self.rows and row["case"] != self.rows[-1]["case"]:
                         show_finished()
+                    self._check(row)
                     self.rows.append(row)
                 show_finished()
+            if not self.rows:
+                raise ValueError("rows: got none, supported: at least one selection, or shape, and arm")
         except BaseException:
             if self.rows:
+                self._write(self._kept)  # before anything that may fail too
                 show_finished()
-                kept = self.output.with_name(f"{self.output.name}.partial")
-                self._write(kept)
-                say(Console(stderr=True), f"Kept {counted(len(self.rows), 'finished row')} in {kept}.")
+                say(Console(stderr=True), f"Kept {counted(len(self.rows), 'finished row')} in {self._kept}.")
             raise
         self._write(self.output)
         return self.rows
+
+    @staticmethod
+    def _check(row: Row) -> None:
+        """Refuse what could not be written, before it is among the finished rows."""
+        try:
+            files.json_lines([row])
+        except ValueError as error:
+            place = f"{row['case']}, {row.get('arm')}"
+            raise ValueError(f"rows: got one of {place} that JSON lacks ({error})") from error
 
     def _write(self, path: Path) -> None:
         files.write_files(path.parent, {path.name: files.json_lines(self.rows)})

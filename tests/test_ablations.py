@@ -197,6 +197,28 @@ def test_finished_rows_are_kept(
     assert output.exists() == has_old and (not has_old or output.read_text() == "old\n")
 
 
+def test_finished_rows_outlive_what_shows_them(tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError
+
+    rows: list[Row] = [{"case": "a", "arm": "x"}, {"case": "b", "arm": "x"}]
+    with pytest.raises(RuntimeError):
+        bench.Run("operator", tmp_path / "o", None).collect(lambda **_: iter(rows), fail)
+    assert json_rows(tmp_path / "o.partial") == rows[:1]
+
+
+def test_rows_that_cannot_be_written_are_none(tmp_path: Path) -> None:
+    rows: list[Row] = [{"case": "a", "arm": "x"}, {"case": "a", "arm": "y", "nrms": float("nan")}]
+    with pytest.raises(ValueError, match="rows: got one of a, y that JSON lacks"):
+        bench.Run("operator", tmp_path / "o", None).collect(lambda **_: iter(rows))
+    assert json_rows(tmp_path / "o.partial") == rows[:1] and not (tmp_path / "o").exists()
+    with pytest.raises(ValueError, match="rows: got none"):
+        bench.Run("operator", tmp_path / "o", None).collect(lambda **_: iter(()))
+    (tmp_path / "p.partial").mkdir()
+    with pytest.raises(ValueError, match=r"output: got .*p\.partial, supported: a file"):
+        bench.Run("operator", tmp_path / "p", None)
+
+
 def test_nothing_finished_leaves_the_old_file(tmp_path: Path) -> None:
     old = tmp_path / "rows.jsonl"
     old.write_text("old\n")

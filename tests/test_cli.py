@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,15 @@ def test_compare_without_arguments_takes_the_real_captures(tmp_path: Path) -> No
         ("survey missing.safetensors", "Error: selection: got 'missing.safetensors', supported: FILE"),
         ("survey .", "synthetic:low|mid|high|interleaved (this is a folder)\n"),
         ("capture model text.txt out.st --layers 1-x", "Error: layers: got '1-x', supported: numbers"),
+        # What a command reads is not where it writes.
+        ("capture model text.txt ./text.txt", "Error: output: got text.txt, which is read"),
+        (
+            "search SMALL:synthetic.mid --output SMALL",
+            "small.safetensors, which is read, supported: another file",
+        ),
+        ("bench operator SMALL --output SMALL", "small.safetensors, which is read, supported: another file"),
+        ("bench scaling --workload text.txt --output text.txt", "Error: output: got text.txt, which is read"),
+        ("bench numerics SMALL --inputs , --output o", "Error: inputs: got ',', supported: some of normal, "),
     ],
 )
 def test_errors_are_one_line(words: str, message: str, selection_file: Path, tmp_path: Path) -> None:
@@ -216,6 +226,15 @@ def test_errors_are_one_line(words: str, message: str, selection_file: Path, tmp
     if "Invalid" not in message:
         assert done.stderr.count("\n") == 1 and done.stdout == ""
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_names_that_look_like_markup(tmp_path: Path) -> None:
+    name = "[red]x [/bold]"
+    save_selections(tmp_path / "s.st", [replace(preset("mid", total_q=16, prefix=512), name=name)])
+    for words in ("bench operator s.st --strategies union8 --output o.jsonl", "compare s.st", "survey s.st"):
+        done = run(*words.split(), cwd=tmp_path, env=environment(COLUMNS="150"))
+        assert done.returncode == 0 and name in done.stdout, done.stderr
+    assert json_rows(tmp_path / "o.jsonl")[0]["case"] == name
 
 
 def test_no_gpu_is_an_error(selection_file: Path, tmp_path: Path) -> None:
