@@ -202,13 +202,20 @@ class Selection:
         digest.update(np.array(self.page_size, dtype="<i8").tobytes())
         return digest.hexdigest()
 
+    @property
+    def tail_rows(self) -> int:
+        """Most rows of a `tail`: queries of the last request that has any, 0 where none has."""
+        filled = np.diff(self.cu_seqlens_q)
+        return int(filled[filled > 0][-1]) if filled.any() else 0
+
     def tail(self, rows: int) -> Selection:
-        """Return the last `rows` queries of the last request as a selection of one request.
+        """Return the last `rows` queries of the last request that has any, as a selection of one request.
 
         Parameters
         ----------
         rows : int
-            1 to the last request's number of queries. Its `seqused_k` stays, so that positions do too.
+            1 to `tail_rows`, that request's number of queries. Its `seqused_k` stays, so that positions do
+            too.
 
         Returns
         -------
@@ -219,14 +226,16 @@ class Selection:
             raise TypeError(f"rows: got {type(rows).__name__}, supported: int")
         if self.batch_size == 0:
             raise ValueError("batch_size: got 0, supported by tail: at least 1")
-        first, last = int(self.cu_seqlens_q[-2]), int(self.cu_seqlens_q[-1])
-        if not 1 <= rows <= last - first:
-            raise ValueError(f"rows: got {rows}, supported: 1 to the last request's {last - first} queries")
+        last = int(self.cu_seqlens_q[-1])
+        if last == 0:
+            raise ValueError("cu_seqlens_q[-1]: got 0, supported by tail: at least 1 query in a request")
+        if not 1 <= rows <= self.tail_rows:
+            raise ValueError(f"rows: got {rows}, supported: 1 to the last request's {self.tail_rows} queries")
         return Selection(
             name=f"{self.name}.tail{rows}",
             q2k_indices=self.q2k_indices[:, last - rows : last],
             cu_seqlens_q=np.array([0, rows], dtype=np.int32),
-            seqused_k=self.seqused_k[-1:],
+            seqused_k=self.seqused_k[np.diff(self.cu_seqlens_q) > 0][-1:],
             page_size=self.page_size,
             metadata={**self.metadata, "tail_of": self.name, "tail_rows": int(rows)},
         )

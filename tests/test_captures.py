@@ -171,6 +171,17 @@ def test_tail_leaves_out_rows_of_no_request() -> None:
     np.testing.assert_array_equal(selection.tail(1).q2k_indices, [[[6, 7]]])
 
 
+def test_tail_is_of_the_last_request_with_queries() -> None:
+    selection = make(indices=np.arange(10).reshape(5, 2), cu=[0, 2, 5, 5], seq=[9, 300, 7])
+    tail = selection.tail(2)
+    assert selection.tail_rows == 3 and tail.seqused_k.tolist() == [300]
+    np.testing.assert_array_equal(tail.positions, [298, 299])
+    empty = make(indices=np.arange(10).reshape(5, 2), cu=[0, 0], seq=[9])
+    assert empty.tail_rows == 0
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q\[-1\]: got 0, supported by tail: at least 1 query"):
+        empty.tail(1)
+
+
 # --- files ---
 
 
