@@ -285,7 +285,8 @@ def save_selections(
     Raises
     ------
     ValueError, TypeError
-        No selection, a repeated name, or metadata that JSON cannot hold.
+        No selection, a repeated name, metadata that JSON cannot hold, or a layer or KV head that is no
+        number.
     """
     from safetensors.numpy import save
 
@@ -303,6 +304,7 @@ def save_selections(
         indices = selection.q2k_indices
         fits = indices.size == 0 or (indices.min() >= -(2**15) and indices.max() < 2**15)
         tensors[selection.name] = indices.astype(np.int16 if fits else np.int32)
+        _check_places(f"metadata of {selection.name!r}", {**common, **selection.metadata})
         own = {k: v for k, v in selection.metadata.items() if k not in common or common[k] != v}
         entries.append(
             {
@@ -353,7 +355,8 @@ def load_selections(path: str | os.PathLike[str], names: Sequence[str] | None = 
     FileNotFoundError
         No such file.
     ValueError
-        Not such a file, another version, a name it does not hold, or a selection whose SHA-256 differs.
+        Not such a file, another version, a name it does not hold, a selection whose SHA-256 differs, or
+        whose layer or KV head is no number.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -402,6 +405,17 @@ def _read_header(source: Path, metadata: Mapping[str, str] | None) -> dict[str, 
     return result
 
 
+def _check_places(where: str, metadata: Mapping[str, Any]) -> None:
+    """Layers and heads are what surveys sort and plot by."""
+    for name in ("layer", "kv_head"):
+        value = metadata.get(name)
+        # By type: true is an int to isinstance.
+        if value is not None and not (type(value) is int and 0 <= value <= _INT32_MAX):
+            raise ValueError(
+                f"{where}: got {name} {value!r:.80}, supported: an int from 0 to {_INT32_MAX}, or none"
+            )
+
+
 def _restore(
     source: Path, entry: Mapping[str, Any], common: Mapping[str, Any], indices: NDArray[Any]
 ) -> Selection:
@@ -413,6 +427,7 @@ def _restore(
         page_size=entry["page_size"],
         metadata={**common, **entry["metadata"]},
     )
+    _check_places(f"{source}, metadata of {selection.name!r}", selection.metadata)
     if selection.sha256 != entry["sha256"]:
         raise ValueError(
             f"{source}: selection {selection.name!r} has SHA-256 {selection.sha256}, its header says"
