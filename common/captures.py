@@ -202,13 +202,20 @@ class Selection:
         digest.update(np.array(self.page_size, dtype="<i8").tobytes())
         return digest.hexdigest()
 
+    @property
+    def tail_rows(self) -> int:
+        """Most rows of a `tail`: queries of the last request that has any, 0 where none has."""
+        filled = np.diff(self.cu_seqlens_q)
+        return int(filled[filled > 0][-1]) if filled.any() else 0
+
     def tail(self, rows: int) -> Selection:
-        """Return the last `rows` queries of the last request as a selection of one request.
+        """Return the last `rows` queries of the last request that has any, as a selection of one request.
 
         Parameters
         ----------
         rows : int
-            1 to the last request's number of queries. Its `seqused_k` stays, so that positions do too.
+            1 to `tail_rows`, that request's number of queries. Its `seqused_k` stays, so that positions do
+            too.
 
         Returns
         -------
@@ -219,14 +226,16 @@ class Selection:
             raise TypeError(f"rows: got {type(rows).__name__}, supported: int")
         if self.batch_size == 0:
             raise ValueError("batch_size: got 0, supported by tail: at least 1")
-        first, last = int(self.cu_seqlens_q[-2]), int(self.cu_seqlens_q[-1])
-        if not 1 <= rows <= last - first:
-            raise ValueError(f"rows: got {rows}, supported: 1 to the last request's {last - first} queries")
+        last = int(self.cu_seqlens_q[-1])
+        if last == 0:
+            raise ValueError("cu_seqlens_q[-1]: got 0, supported by tail: at least 1 query in a request")
+        if not 1 <= rows <= self.tail_rows:
+            raise ValueError(f"rows: got {rows}, supported: 1 to the last request's {self.tail_rows} queries")
         return Selection(
             name=f"{self.name}.tail{rows}",
             q2k_indices=self.q2k_indices[:, last - rows : last],
             cu_seqlens_q=np.array([0, rows], dtype=np.int32),
-            seqused_k=self.seqused_k[-1:],
+            seqused_k=self.seqused_k[np.diff(self.cu_seqlens_q) > 0][-1:],
             page_size=self.page_size,
             metadata={**self.metadata, "tail_of": self.name, "tail_rows": int(rows)},
         )
@@ -276,7 +285,8 @@ def save_selections(
     Raises
     ------
     ValueError, TypeError
-        No selection, a repeated name, or metadata that JSON cannot hold.
+        No selection, a repeated name, metadata that JSON cannot hold, or a layer or KV head that is no
+        number.
     """
     from safetensors.numpy import save
 
@@ -294,6 +304,7 @@ def save_selections(
         indices = selection.q2k_indices
         fits = indices.size == 0 or (indices.min() >= -(2**15) and indices.max() < 2**15)
         tensors[selection.name] = indices.astype(np.int16 if fits else np.int32)
+        _check_places(f"metadata of {selection.name!r}", {**common, **selection.metadata})
         own = {k: v for k, v in selection.metadata.items() if k not in common or common[k] != v}
         entries.append(
             {
@@ -344,7 +355,8 @@ def load_selections(path: str | os.PathLike[str], names: Sequence[str] | None = 
     FileNotFoundError
         No such file.
     ValueError
-        Not such a file, another version, a name it does not hold, or a selection whose SHA-256 differs.
+        Not such a file, another version, a name it does not hold, a selection whose SHA-256 differs, or
+        whose layer or KV head is no number.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -393,6 +405,17 @@ def _read_header(source: Path, metadata: Mapping[str, str] | None) -> dict[str, 
     return result
 
 
+def _check_places(where: str, metadata: Mapping[str, Any]) -> None:
+    """Layers and heads are what surveys sort and plot by."""
+    for name in ("layer", "kv_head"):
+        value = metadata.get(name)
+        # By type: true is an int to isinstance.
+        if value is not None and not (type(value) is int and 0 <= value <= _INT32_MAX):
+            raise ValueError(
+                f"{where}: got {name} {value!r:.80}, supported: an int from 0 to {_INT32_MAX}, or none"
+            )
+
+
 def _restore(
     source: Path, entry: Mapping[str, Any], common: Mapping[str, Any], indices: NDArray[Any]
 ) -> Selection:
@@ -404,6 +427,7 @@ def _restore(
         page_size=entry["page_size"],
         metadata={**common, **entry["metadata"]},
     )
+    _check_places(f"{source}, metadata of {selection.name!r}", selection.metadata)
     if selection.sha256 != entry["sha256"]:
         raise ValueError(
             f"{source}: selection {selection.name!r} has SHA-256 {selection.sha256}, its header says"

@@ -15,6 +15,7 @@ DEFAULT_SOFTMAX_SCALE = HEAD_DIM**-0.5
 PAGE_SIZES = (64, 128)
 GROUP_SIZES = (1, 2, 4, 8, 16)
 MAX_TOPK = 32
+MAX_TOTAL_Q = (2**31 - 1) // MAX_TOPK  # int32 numbers a KV head's selected pages
 TILE_ROWS = 64  # rows of one tensor-core tile: TILE_ROWS // group_size queries
 KV_DTYPES = (torch.float8_e4m3fn, torch.bfloat16)
 # Tiles that the 132 multiprocessors of an H100 or H200 SXM hold at once, two each. A constant, so that sizes
@@ -205,8 +206,8 @@ class AttentionProblem:
             )
         if not 1 <= topk <= MAX_TOPK:
             _fail_value("q2k_indices.shape[2] (topk)", topk, f"1 to {MAX_TOPK}")
-        if total_q > _INT32_MAX // MAX_TOPK:
-            _fail_value("q.shape[0] (total_q)", total_q, f"at most {_INT32_MAX // MAX_TOPK}")
+        if total_q > MAX_TOTAL_Q:
+            _fail_value("q.shape[0] (total_q)", total_q, f"at most {MAX_TOTAL_Q}")
         if self.cu_seqlens_q.shape[0] < 1:
             _fail_value("cu_seqlens_q.shape", tuple(self.cu_seqlens_q.shape), "[batch_size + 1]")
         batch_size = self.cu_seqlens_q.shape[0] - 1

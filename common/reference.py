@@ -61,16 +61,22 @@ def exact_attention(
 
     Raises
     ------
-    TypeError
-        `dtype` is neither float64 nor float32.
+    TypeError, ValueError
+        `problem` is none, `dtype` is neither float64 nor float32, or `rows` are no int64 rows of ``q``.
 
     Notes
     -----
     Eq. 1 and 2 of the method. Work goes in chunks of queries, so memory stays bounded.
     """
+    if not isinstance(problem, AttentionProblem):
+        raise TypeError(f"problem: got {type(problem).__name__}, supported: AttentionProblem")
     if dtype not in (torch.float64, torch.float32):
         raise TypeError(f"dtype: got {dtype}, supported: torch.float64, torch.float32")
-    rows = torch.arange(problem.total_q, device=problem.device) if rows is None else rows.to(problem.device)
+    if rows is None:
+        rows = torch.arange(problem.total_q, device=problem.device)
+    else:
+        _check_rows(rows, problem.total_q)
+        rows = rows.to(problem.device)
     group, tokens = problem.group_size, problem.topk * problem.page_size
     out = torch.zeros(len(rows), problem.num_qo_heads, problem.head_dim, dtype=dtype, device=problem.device)
     lse = torch.full((len(rows), problem.num_qo_heads), -torch.inf, dtype=dtype, device=problem.device)
@@ -110,6 +116,19 @@ def exact_attention(
             out[start : start + chunk, heads] = torch.bmm(weights, values) * v_scale
             lse[start : start + chunk, heads] = chunk_lse
     return out, lse
+
+
+def _check_rows(rows: object, total_q: int) -> None:
+    wanted = f"int64 rows from 0 to {total_q - 1}" if total_q else "int64, no rows (total_q is 0)"
+    if not isinstance(rows, torch.Tensor) or rows.dtype != torch.int64:
+        got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
+        raise TypeError(f"rows: got {got}, supported: {wanted}")
+    if rows.ndim != 1:
+        raise ValueError(f"rows: got shape {tuple(rows.shape)}, supported: {wanted}, shape [n]")
+    # Indexing would count a negative row from the end.
+    outside = rows[(rows < 0) | (rows >= total_q)]
+    if len(outside):
+        raise ValueError(f"rows: got {int(outside[0])}, supported: {wanted}")
 
 
 def _zero_unseen(pages: torch.Tensor, live: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

@@ -253,8 +253,7 @@ class _Yardstick:
     def __init__(
         self, selection: Selection, rows: int, seed: int, group_size: int, device: torch.device
     ) -> None:
-        first, last = (int(x) for x in selection.cu_seqlens_q[-2:]) if selection.batch_size else (0, 0)
-        self.tail_rows = min(rows, last - first)
+        self.tail_rows = min(rows, selection.tail_rows)
         self.group_size = group_size
         self.sampled_rows: tuple[int, ...] = ()
         if self.tail_rows == 0:
@@ -263,7 +262,8 @@ class _Yardstick:
         self.problem = make_problem(self.tail, group_size=group_size, seed=seed, device=device)
         count = min(SAMPLED_ROWS, self.tail_rows)
         sampled = np.sort(np.random.default_rng(seed).choice(self.tail_rows, count, replace=False))
-        self.sampled_rows = tuple((last - self.tail_rows + sampled).tolist())
+        first = int(selection.cu_seqlens_q[-1]) - self.tail_rows
+        self.sampled_rows = tuple((first + sampled).tolist())
         self.rows = torch.from_numpy(sampled).to(device)
         self.exact, _ = exact_attention(self.problem, torch.float64, self.rows)
 

@@ -96,19 +96,20 @@ def measure(
     device : torch.device
         Kernels run on a CUDA device, references on any other.
     rows : int, optional
-        Last queries of the last request to run; left out: all on a CUDA device, `CPU_ROWS` elsewhere.
+        Last queries to run, of the last request that has any; left out: all on a CUDA device, `CPU_ROWS`
+        elsewhere.
     seed, group_size, kv_dtype, report
         As in `pageweaver.eval.operator.measure`.
 
     Yields
     ------
     dict
-        One JSON-ready row an arm, arithmetic and kind.
+        One JSON-ready row an arm, arithmetic and kind; errors are None where its rows read nothing.
 
     Raises
     ------
     CheckFailed
-        An output holds NaN, or an order changes bits that it must not.
+        An output holds NaN or is not 0 where nothing is read, or an order changes bits that it must not.
     """
     backend = "cuda" if device.type == "cuda" else "reference"
     wanted = rows or (None if backend == "cuda" else CPU_ROWS)
@@ -163,33 +164,40 @@ def measure(
                     "arm": arm,
                     "arithmetic": arithmetic,
                     "boundary": "numerics",
-                    **_against("", out[sampled], exact),
+                    **_against(f"{arm}/{arithmetic}", "", out[sampled], exact),
                     "lse_error": _lse_error(lse[sampled], exact_lse),
-                    **_against("peer_", out, peer),
+                    **_against(f"{arm}/{arithmetic}", "peer_", out, peer),
                     "bits_of_union8": same,
                 }
                 yield found
 
 
 def _tail(selection: Selection, rows: int | None) -> Selection:
-    """The last rows of the last request, the whole selection where they are enough or asked for."""
-    if rows is None:
+    """The last rows of the last request that has any; the whole selection where that is asked for, or where
+    no request has one."""
+    if rows is None or not selection.tail_rows:
         return selection
-    last = int(selection.cu_seqlens_q[-1] - selection.cu_seqlens_q[-2])
-    return selection.tail(min(rows, last))
+    return selection.tail(min(rows, selection.tail_rows))
 
 
-def _against(prefix: str, out: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
+def _against(arm: str, prefix: str, out: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
+    """Errors of rows, None where they read nothing."""
     errors = row_errors(out, reference)
+    if bool(errors.isinf().any()):
+        raise CheckFailed(f"{arm}: got non-zero rows, supported: zeros where nothing is read")
+    reads = bool(reference.any())
     return {
-        f"{prefix}nrms": nrms(out, reference),
-        f"{prefix}worst_row_nrms": float(errors.max()),
+        f"{prefix}nrms": nrms(out, reference) if reads else None,
+        f"{prefix}worst_row_nrms": float(errors.max()) if reads else None,
         f"{prefix}rows": len(errors),
     }
 
 
-def _lse_error(lse: torch.Tensor, exact: torch.Tensor) -> float:
-    """Largest absolute difference; rows that see nothing are -inf on both sides and count as 0."""
+def _lse_error(lse: torch.Tensor, exact: torch.Tensor) -> float | None:
+    """Largest absolute difference, None without rows; those that see nothing are -inf on both sides and
+    count as 0."""
+    if not len(lse):
+        return None
     difference = (lse.double() - exact).abs()
     return float(torch.where(lse.double() == exact, 0.0, difference).max())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pageweaver.common.captures import Selection
-from pageweaver.common.problem import HEAD_DIM, AttentionProblem
+from pageweaver.common.problem import HEAD_DIM, MAX_TOTAL_Q, AttentionProblem
 from pageweaver.common.strategy import available
 from pageweaver.common.supports import PRESETS
 from pageweaver.eval.operator import NOT_RUN, case_of, counted_rows, measure_case, number
@@ -36,6 +37,8 @@ SOURCES = {
     "m3_prefill_call_shapes.jsonl": "from the MiniMax-AI/MSA repository, MIT licence, Copyright (c) MiniMax"
 }
 KINDS = ("context", "queries", "group_size", "kv_heads", "requests")
+# KV lengths are int32.
+MAX_CONTEXT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,8 @@ def read_workload(path: str | os.PathLike[str], most: int | None = None) -> tupl
     Raises
     ------
     ValueError
-        A line is no such object, or none has both lengths and a weight.
+        A line is no such object, or none has both lengths and a weight. A value of another kind is never
+        rounded or left out: the file, the line and the value are named.
     """
     shapes, weights, count = [], 0.0, 0
     for index, line in enumerate(read_lines("workload", path), 1):
@@ -142,16 +146,12 @@ def read_workload(path: str | os.PathLike[str], most: int | None = None) -> tupl
             continue
         count += 1
         try:
-            row = json.loads(line)
-            weight = float(row.get("representative_weight") or 0)
-            weights += weight
-            if weight > 0 and row.get("query_lens") and row.get("prefix_lens"):
-                lengths = [tuple(int(n) for n in row[name]) for name in ("query_lens", "prefix_lens")]
-                if len(lengths[0]) != len(lengths[1]) or min(*lengths[0], *lengths[1]) < 0:
-                    raise ValueError("its lengths are no pairs of counts")
-                shapes.append(Shape("workload", lengths[0], lengths[1], weight=weight))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"workload: got {path}, whose line {index} is not a call ({error})") from error
+            shape = _read_call(line)
+        except ValueError as error:
+            raise ValueError(f"workload: got {path}, whose line {index} {error}") from error
+        weights += shape.weight
+        if shape.weight and shape.query_lens and shape.prefix_lens:
+            shapes.append(shape)
     if not shapes:
         raise ValueError(f"workload: got {path}, supported: calls with lengths and representative_weight")
     shapes = sorted(shapes, key=lambda shape: -shape.weight)[:most]
@@ -163,6 +163,52 @@ def read_workload(path: str | os.PathLike[str], most: int | None = None) -> tupl
         " left out: rows that lack the lengths of each request, or a weight"
         + ("" if most is None else f", and all but the {most} heaviest")
     )
+
+
+def _read_call(line: str) -> Shape:
+    """The shape of a line; lengths are empty and the weight is 0 where it tells none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not a call ({error}), supported: a JSON object") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"is not a call ({type(row).__name__}), supported: a JSON object")
+    lengths = []
+    for name, most in (("query_lens", MAX_TOTAL_Q), ("prefix_lens", MAX_CONTEXT)):
+        values = row.get(name)
+        if values is None:
+            values = []
+        # By type: true is an int to isinstance.
+        if not isinstance(values, list) or not all(type(n) is int and 0 <= n <= most for n in values):
+            raise ValueError(f"has {name} {_shown(values)}, supported: a list of integers from 0 to {most}")
+        lengths.append(tuple(values))
+    queries, prefixes = lengths
+    weight = row.get("representative_weight")
+    if weight is None:
+        weight = 0
+    # Compared as it is: an integer beyond floats cannot be converted.
+    elif type(weight) not in (int, float) or not 0 < weight <= sys.float_info.max:
+        raise ValueError(
+            f"has representative_weight {_shown(weight)}, supported: a finite number above 0, or null"
+        )
+    if queries and prefixes:
+        if len(queries) != len(prefixes):
+            raise ValueError(
+                f"has {len(queries)} query_lens and {len(prefixes)} prefix_lens,"
+                " supported: one of each a request"
+            )
+        if sum(queries) > MAX_TOTAL_Q:
+            raise ValueError(f"has {sum(queries)} queries, supported: at most {MAX_TOTAL_Q} in all")
+        context = max(q + p for q, p in zip(queries, prefixes, strict=True))
+        if context > MAX_CONTEXT:
+            raise ValueError(f"has a request of {context} tokens, supported: at most {MAX_CONTEXT}")
+    return Shape("workload", queries, prefixes, weight=float(weight))
+
+
+def _shown(value: object) -> str:
+    """A value as the file has it, cut where it would flood a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def select(shape: Shape, overlap: str, seed: int) -> Selection:

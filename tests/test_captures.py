@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +172,17 @@ def test_tail_leaves_out_rows_of_no_request() -> None:
     np.testing.assert_array_equal(selection.tail(1).q2k_indices, [[[6, 7]]])
 
 
+def test_tail_is_of_the_last_request_with_queries() -> None:
+    selection = make(indices=np.arange(10).reshape(5, 2), cu=[0, 2, 5, 5], seq=[9, 300, 7])
+    tail = selection.tail(2)
+    assert selection.tail_rows == 3 and tail.seqused_k.tolist() == [300]
+    np.testing.assert_array_equal(tail.positions, [298, 299])
+    empty = make(indices=np.arange(10).reshape(5, 2), cu=[0, 0], seq=[9])
+    assert empty.tail_rows == 0
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q\[-1\]: got 0, supported by tail: at least 1 query"):
+        empty.tail(1)
+
+
 # --- files ---
 
 
@@ -317,6 +329,23 @@ def test_save_refuses_what_it_cannot_store(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="metadata: got what JSON cannot hold"):
             save_selections(path, [make()], {"x": value})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", ["[]", "NaN", "-1", "1.5", "true", '"4"', "2147483648"])
+@pytest.mark.parametrize("name", ["layer", "kv_head"])
+def test_layers_and_heads_are_numbers(name: str, value: str, tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    save_selections(path, [make()])
+    with safe_open(path, framework="numpy") as stream:
+        header = stream.metadata()["pageweaver"]
+    damaged = header.replace('"metadata":{', f'"metadata":{{"{name}":{value},', 1).replace(",}", "}")
+    save_file({"a": make().q2k_indices}, path, metadata={"pageweaver": damaged})
+    message = re.escape(f"{path}, metadata of 'a': got {name} ")
+    with pytest.raises(ValueError, match=rf"^{message}.*, supported: an int from 0 to 2147483647, or none$"):
+        load_selections(path)
+    if value != "NaN":
+        with pytest.raises(ValueError, match=f"^metadata of 'a': got {name} "):
+            save_selections(path, [make(**{name: json.loads(value)})])
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])

@@ -114,8 +114,14 @@ def test_more_rows_than_queries_takes_all() -> None:
     assert found.tail_rows == 25 and found.sampled_rows == tuple(range(40, 65))
 
 
+def test_errors_are_of_the_last_request_with_queries() -> None:
+    found = compare_selection(streams(query_lens=[30, 0], prefix_lens=[700, 64], topk=4), MANY, rows=20)
+    assert found.tail_rows == 20 and set(found.sampled_rows) <= set(range(10, 30))
+    assert all(r.nrms is not None and r.nrms < 0.1 for r in found.results)
+
+
 def test_nothing_to_take_an_error_on() -> None:
-    no_queries = streams(query_lens=[30, 0], prefix_lens=[700, 64], topk=4)
+    no_queries = streams(query_lens=[0, 0], prefix_lens=[700, 64], topk=4)
     empty_rows = pw.Selection("empty", np.full((1, 6, 4), -1), np.array([0, 6]), np.array([900]))
     no_requests = pw.Selection("none", np.full((1, 3, 4), -1), np.array([0]), np.array([], dtype=np.int32))
     for selection in (no_queries, empty_rows, no_requests):

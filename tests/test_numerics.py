@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -192,3 +194,52 @@ def test_what_a_strategy_refuses_is_named(selection: pw.Selection, monkeypatch: 
     refused = [row for row in rows if row["arm"] == "union4"]
     assert {(row["boundary"], row["reason"]) for row in refused} == {("not run", "mapping: got 'x'")}
     assert all(row["boundary"] == "numerics" for row in rows if row["arm"] == "union8")
+
+
+def of_pages(pages: list[list[int]], boundaries: list[int], lengths: list[int]) -> pw.Selection:
+    return pw.Selection("few", np.array([pages], np.int32), np.array(boundaries), np.array(lengths))
+
+
+@pytest.mark.parametrize(
+    ("few", "sampled", "lse"),
+    [
+        (of_pages([[-1]] * 5, [0, 5], [300]), 5, 0.0),
+        (of_pages([[0]] * 3, [0], []), 0, None),
+        (of_pages([[0]] * 3, [0, 0, 0], [4, 5]), 0, None),
+    ],
+    ids=["no page", "no request", "no query"],
+)
+@pytest.mark.parametrize("rows", [None, 2])
+def test_where_nothing_is_read_there_is_no_error(
+    few: pw.Selection, sampled: int, lse: float | None, rows: int | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "few.safetensors"
+    save_selections(path, [few])
+    words = ["bench", "numerics", str(path), "--strategies", "union8,page_union", "--inputs", "normal,model"]
+    words += ["--output", str(tmp_path / "rows.jsonl"), *([] if rows is None else ["--rows", str(rows)])]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert "nan" not in result.output and re.search(r" fp8 +- +- ", result.output)
+    for line in (tmp_path / "rows.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        names = ("nrms", "worst_row_nrms", "peer_nrms", "peer_worst_row_nrms")
+        assert [row[name] for name in names] == [None] * 4
+        assert row["lse_error"] == lse and row["rows"] == min(sampled, sampled if rows is None else rows)
+
+
+def test_the_last_request_with_queries_is_taken() -> None:
+    few = of_pages([[0], [0], [1], [1]], [0, 1, 4, 4], [9, 300, 5])
+    rows = measured(few, ["union8"], ["normal"])
+    assert all(row["case"] == "few.tail3" and row["rows"] == 3 and row["nrms"] < 0.2 for row in rows)
+
+
+def test_rows_that_should_be_zero_are_a_red_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = Union8._execute
+
+    def broken(self: Any, problem: Any, schedule: Any, out: torch.Tensor, lse: Any) -> None:
+        inner(self, problem, schedule, out, lse)
+        out[1, 2, 1] = 1 if self.name == "union8" else 0
+
+    monkeypatch.setattr("pageweaver.strategies.query_union.QueryUnion._execute", broken)
+    with pytest.raises(ValueError, match="union8/fp8: got non-zero rows, supported: zeros where nothing"):
+        measured(of_pages([[0], [-1]], [0, 2], [300]), ["union8"], ["normal"])

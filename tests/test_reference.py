@@ -79,6 +79,31 @@ def test_other_dtypes_are_refused() -> None:
         exact_attention(random_problem(), torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("rows", "got"),
+    [
+        ([1], "list"),
+        (torch.tensor([1.0]), r"torch\.float32"),
+        (torch.tensor([1], dtype=torch.int32), r"torch\.int32"),
+        (torch.tensor(1), r"shape \(\)"),
+        (torch.tensor([0, -1]), "-1"),
+        (torch.tensor([3, 0]), "3"),
+    ],
+    ids=str,
+)
+def test_rows_that_are_none_are_refused(rows: Any, got: str) -> None:
+    problem = paged_case([[0, 2], [1], []], prefixes=[383])
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"^rows: got {got}, supported: int64 rows from 0 to 2"
+    ):
+        exact_attention(problem, rows=rows)
+
+
+def test_a_problem_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^problem: got int, supported: AttentionProblem$"):
+        exact_attention(3)  # type: ignore[arg-type]
+
+
 def test_readable_values() -> None:
     problem = paged_case([[0, 2], [1], []], prefixes=[383])
     out, lse = exact_attention(problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,73 @@ def test_workloads_are_read_with_their_weights(workload: Path) -> None:
     [
         "{",
         "[1]",
-        '{"query_lens": [1, 2], "prefix_lens": [3], "representative_weight": 1}',
-        '{"query_lens": [-1], "prefix_lens": [3], "representative_weight": 1}',
-        '{"query_lens": ["x"], "prefix_lens": [3], "representative_weight": 1}',
+        "[" * 100_000,
+        "1" * 5_000,
+    ],
+    ids=lambda line: line[:3],
+)
+def test_lines_that_are_no_calls_are_refused(line: str, workload: Path) -> None:
+    workload.write_text(workload.read_text().strip() + "\n" + line + "\n")
+    with pytest.raises(
+        ValueError,
+        match=r"workload: got .*calls.jsonl, whose line 5 is not a call .*supported: a JSON object",
+    ):
+        read_workload(workload)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "supported"),
+    [
+        *(
+            ("query_lens", value, "a list of integers from 0 to 67108863")
+            for value in ("[Infinity]", "[1.7]", "[1.0]", "[true]", '{"3": 1}', '["x"]', "[-1]", '""', "0")
+        ),
+        ("query_lens", "[67108864]", "a list of integers from 0 to 67108863"),
+        ("query_lens", f"[{10**30}]", "a list of integers from 0 to 67108863"),
+        ("prefix_lens", "[NaN]", "a list of integers from 0 to 2147483647"),
+        ("prefix_lens", "[2147483648]", "a list of integers from 0 to 2147483647"),
+        *(
+            ("representative_weight", value, "a finite number above 0, or null")
+            for value in ("Infinity", "NaN", "1e999", "-1", "0", "true", '"3"', "[]")
+        ),
+        ("representative_weight", "1" + "0" * 400, "a finite number above 0, or null"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_numbers_of_a_workload_are_taken_as_they_are_or_refused(
+    name: str, value: str, supported: str, tmp_path: Path
+) -> None:
+    call = {"query_lens": "[1]", "prefix_lens": "[3]", "representative_weight": "1", name: value}
+    path = tmp_path / "calls.jsonl"
+    path.write_text("\n{" + ", ".join(f'"{key}": {text}' for key, text in call.items()) + "}\n")
+    shown = value.replace("1e999", "Infinity")[:80]
+    expected = f"workload: got {path}, whose line 2 has {name} {shown}"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}.*, supported: {supported}$"):
+        read_workload(path)
+
+
+@pytest.mark.parametrize(
+    ("queries", "prefixes", "message"),
+    [
+        ([1, 2], [3], "has 2 query_lens and 1 prefix_lens, supported: one of each a request"),
+        ([2**25, 2**25], [0, 0], "has 67108864 queries, supported: at most 67108863 in all"),
+        ([1], [2**31 - 1], "has a request of 2147483648 tokens, supported: at most 2147483647"),
     ],
 )
-def test_damaged_workloads_are_refused(line: str, workload: Path) -> None:
-    workload.write_text(workload.read_text().strip() + "\n" + line + "\n")
-    with pytest.raises(ValueError, match=r"workload: got .*calls.jsonl, whose line 5 is not a call"):
-        read_workload(workload)
+def test_calls_that_no_problem_can_be_are_refused(
+    queries: list[int], prefixes: list[int], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "calls.jsonl"
+    path.write_text(json.dumps({"query_lens": queries, "prefix_lens": prefixes, "representative_weight": 1}))
+    with pytest.raises(ValueError, match=f"whose line 1 {message}$"):
+        read_workload(path)
+
+
+def test_the_longest_context_of_a_workload_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    path.write_text('{"query_lens": [3], "prefix_lens": [2147483644], "representative_weight": 0.5}')
+    (shape,), _ = read_workload(path)
+    assert select(shape, "mid", seed=0).seqused_k.tolist() == [2**31 - 1]
 
 
 def test_a_workload_of_nothing_is_refused(tmp_path: Path) -> None:

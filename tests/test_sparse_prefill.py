@@ -85,6 +85,9 @@ def test_arguments_of_another_kind_are_named(name: str) -> None:
     for wrong in (None, 5, "x", {}):
         with pytest.raises(TypeError, match=r"^problem: got .*supported: AttentionProblem"):
             strategy.prepare(wrong)
+        for method in ("workspace", "workspace_bytes", "workspace_layout", "work"):
+            with pytest.raises(TypeError, match=r"^problem: got .*supported: AttentionProblem"):
+                getattr(strategy, method)(wrong)
         with pytest.raises(TypeError, match=r"^schedule: got .*supported: Schedule"):
             strategy.execute(problem, wrong)
     for wrong in (0, 5, {}, "x"):

@@ -52,10 +52,11 @@ class _GivenIds(QueryUnion):
 
     def workspace_layout(self, problem: AttentionProblem) -> Layout:
         """See `QueryUnion.workspace_layout`."""
+        layout = super().workspace_layout(problem)  # first: it refuses what is no problem
         shape = (problem.num_kv_heads, problem.total_q)
         if tuple(self.given.shape) != shape:
             raise ValueError(f"query_ids.shape: got {tuple(self.given.shape)}, supported: {shape}")
-        return super().workspace_layout(problem)
+        return layout
 
 
 class FixedIds(_GivenIds):

@@ -131,11 +131,12 @@ class Auto(OnlineRegroup):
     """In every window of 128 queries the original order, that of W64, or that of W128.
 
     A search, of a window or of one of its halves (W64), gives up and keeps the original order if its first 32
-    slots need no fewer rounds (Eq. 4, the work of the kernel) than those of that one. That of a window gives
-    up after 64 slots too, since its second half would hold up the call, if it is of 96 queries or more, its
-    first 64 slots need at least 5/6 of the rounds of the first 32 slots of both halves, and the halves need
-    rounds for at most 9/16 of their selected pages. A window takes its own order (W128); if that search gave
-    up, or if another order saves a sixteenth of its rounds, that one of the original order and the halves'
+    slots need no fewer rounds (Eq. 4, the work of the kernel) than those of that one; windows and halves of
+    fewer than 32 queries, such as the last of a request, never give up. That of a window gives up after 64
+    slots too, since its second half would hold up the call, if it is of 96 queries or more, its first 64
+    slots need at least 5/6 of the rounds of the first 32 slots of both halves, and the halves need rounds for
+    at most 9/16 of their selected pages. A window takes its own order (W128); if that search gave up, or if
+    another order saves more than a sixteenth of its rounds, that one of the original order and the halves'
     with fewer rounds, the original at a tie.
     ``schedule.window_choices``, int32 ``[num_kv_heads, max_windows]``, says 0 (original), 1 (halves) or 2
     (its own), windows of a request after those of the one before. A call so small that a tile
@@ -148,8 +149,9 @@ class Auto(OnlineRegroup):
 
     def workspace_layout(self, problem: AttentionProblem) -> Layout:
         """Those of a union schedule, and the choices."""
+        layout = super().workspace_layout(problem)  # first: it refuses what is no problem
         shape = (problem.num_kv_heads, max_windows(problem, self.window))
-        return {**super().workspace_layout(problem), "window_choices": (shape, torch.int32)}
+        return {**layout, "window_choices": (shape, torch.int32)}
 
     def _order(
         self, problem: AttentionProblem, views: dict[str, torch.Tensor], backend: str
