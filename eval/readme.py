@@ -7,6 +7,7 @@ from typing import Any
 
 from pageweaver.common.supports import PRESETS
 from pageweaver.eval.arms import ORIGINAL
+from pageweaver.eval.operator import number
 from pageweaver.eval.runs import SYNTHETIC, Row, Run, cases_of, complete_medians, is_ablation, reuse8
 
 
@@ -69,8 +70,8 @@ def arithmetic_table(runs: Iterable[Run]) -> str:
     ]
     for arithmetic, (name, rows) in found.items():
         times = {row["case"]: f"{row['median_ms']:.3f}" for row in rows}
-        errors = [row["nrms"] for row in rows]
+        error = number(max((row["nrms"] for row in rows if row["nrms"] is not None), default=None), ".2%")
         caches = "BF16" if rows[0]["kv_dtype"] == "bfloat16" else "FP8"
         shown = " / ".join(times.get(case, "-") for case in cases)
-        lines.append(f'| `"{arithmetic}"` | {caches} | {max(errors):.2%} | {shown} | `{name}.jsonl` |')
+        lines.append(f'| `"{arithmetic}"` | {caches} | {error} | {shown} | `{name}.jsonl` |')
     return "\n".join(lines)
