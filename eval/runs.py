@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,22 @@ class Run:
     bench: str
     rows: list[Row]
     sha256: str
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read files of rows, as `read_run` does.
+
+    Raises
+    ------
+    ValueError
+        Two are of one name, by which plots and tables tell runs apart.
+    """
+    seen: dict[str, Path] = {}
+    for path in paths:
+        if path.stem in seen:
+            raise ValueError(f"rows: got {seen[path.stem]} and {path}, supported: files of different names")
+        seen[path.stem] = path
+    return [read_run(path) for path in paths]
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

@@ -420,12 +420,12 @@ def report(
     from pageweaver.eval import output as files
     from pageweaver.eval.readme import arithmetic_table, measured_table
     from pageweaver.eval.report import make_page
-    from pageweaver.eval.runs import read_run
+    from pageweaver.eval.runs import read_runs
 
     console = Console()
     if not readme:
         files.check_folder(output, "report.html")
-    runs = [read_run(path) for path in rows]
+    runs = read_runs(rows)
     if readme:
         first = next((run for run in runs if run.bench == "operator"), None)
         if first is None:

@@ -466,6 +466,23 @@ def test_a_part_of_another_file_is_left_out(online: Path, tmp_path: Path) -> Non
     }
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("a/run.jsonl", "b/run.jsonl"), ("a/run.jsonl", "a/run.jsonl")]
+)
+@pytest.mark.parametrize("more", [[], ["--readme"]])
+def test_files_of_one_name_are_refused(first: str, second: str, more: list[str], tmp_path: Path) -> None:
+    paths = [tmp_path / first, tmp_path / second]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        write(path, [timed("union8", str(path), 1.0)])
+    words = ["report", *map(str, paths), "--output", str(tmp_path / "out"), *more]
+    refused = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert refused.exit_code == 2 and not (tmp_path / "out").exists()
+    assert (
+        f"Error: rows: got {paths[0]} and {paths[1]}, supported: files of different names" in refused.output
+    )
+
+
 def test_winners_by_rounds_own_their_queries(tmp_path: Path) -> None:
     """page_union's rounds are another kernel's: it may be the fastest and is never the predicted one."""
     arms = {"union8": (0.9, 900, 0), "auto": (0.8, 800, 0), "page_union": (0.5, 100, 7)}
