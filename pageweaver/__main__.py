@@ -434,6 +434,8 @@ def report(
         say(console, f"{measured_table(first.rows, columns)}\n\n{arithmetic_table(runs)}")
         return
     page = make_page(runs)
+    # Which plots there are is known now: none is written where one of them cannot be.
+    files.check_folder(output, "report.html", *page.plots)
     files.write_files(output, {"report.html": page.html.encode(), **page.plots})
     say(console, f"Wrote {output / 'report.html'} and {counted(len(page.plots), 'plot')}.")
 

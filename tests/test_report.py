@@ -456,6 +456,15 @@ def test_command(online: Path, tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "Error: output: got" in refused.output
 
 
+def test_nothing_is_written_where_a_plot_cannot_be(online: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "out" / "online-work.png"
+    taken.mkdir(parents=True)
+    words = ["report", str(online), "--output", str(taken.parent)]
+    refused = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert refused.exit_code == 2 and f"Error: output: got {taken}, supported: a file" in refused.output
+    assert list(taken.parent.iterdir()) == [taken]
+
+
 def test_a_part_of_another_file_is_left_out(online: Path, tmp_path: Path) -> None:
     part = write(tmp_path / "part.jsonl", lines(online)[:3])
     other = write(tmp_path / "other.jsonl", [timed("union8", "synthetic.low", 0.71)])
