@@ -11,23 +11,28 @@ from pageweaver.eval.operator import number
 from pageweaver.eval.runs import SYNTHETIC, Row, Run, cases_of, complete_medians, is_ablation, reuse8
 
 
-def measured_table(rows: Sequence[Mapping[str, Any]], arms: Sequence[str] | None = None) -> str:
+def measured_table(rows: Sequence[Mapping[str, Any]], strategies: Sequence[str] | None = None) -> str:
     """The README's table: complete calls in Markdown, a line a selection.
 
     Parameters
     ----------
     rows : sequence of mapping
         Of one `bench operator` run.
-    arms : sequence of str, optional
+    strategies : sequence of str, optional
         Columns; left out: all that were timed.
 
     Raises
     ------
     ValueError
-        An arm was not timed on every selection, or nothing was timed.
+        `strategies` is empty or names an arm that was not timed, an arm was not timed on every selection,
+        or nothing was timed.
     """
     times = complete_medians(rows)
-    chosen = list(dict.fromkeys(arm for _, arm in times)) if arms is None else list(arms)
+    known = list(dict.fromkeys(arm for _, arm in times))
+    chosen = known if strategies is None else list(strategies)
+    unknown = [repr(arm) for arm in chosen if arm not in known]
+    if known and (unknown or not chosen):
+        raise ValueError(f"strategies: got {[*unknown, 'none'][0]}, supported: {', '.join(known)}")
     cases = cases_of(row for row in rows if row["boundary"] == "complete")
     missing = [(case, arm) for case in cases for arm in chosen if (case, arm) not in times]
     if missing or not cases:

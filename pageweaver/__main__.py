@@ -424,6 +424,8 @@ def report(
 
     console = Console()
     if not readme:
+        if strategies is not None:
+            raise ValueError(f"strategies: got {strategies!r} without --readme, supported: with it")
         files.check_folder(output, "report.html")
     runs = read_runs(rows)
     if readme:

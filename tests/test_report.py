@@ -432,7 +432,7 @@ def test_measured_table() -> None:
     case = "austen-a.L4.h1"
     assert f"| `{case}` | 5.43 | {times[case, 'union8']:.3f} | {times[case, 'per_query']:.3f} |" in table
     with pytest.raises(ValueError, match="rows: got none of"):
-        measured_table(rows, ["union8", "regroup_w64"])
+        measured_table([*rows, timed("regroup_w64", case, 1.0)], ["union8", "regroup_w64"])
     with pytest.raises(ValueError, match="rows: got none of complete calls"):
         measured_table([])
 
@@ -454,6 +454,21 @@ def test_command(online: Path, tmp_path: Path) -> None:
         app, ["report", str(online), "--output", str(online)], env={"COLUMNS": "200"}
     )
     assert refused.exit_code == 2 and "Error: output: got" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--strategies", "union8"], "got 'union8' without --readme, supported: with it"),
+        (["--readme", "--strategies", ","], "got none, supported: union8, union4, regroup_w128"),
+        (["--readme", "--strategies", "union8,nope"], "got 'nope', supported: union8, union4, regroup_w128"),
+    ],
+)
+def test_columns_are_arms_of_the_table(more: list[str], message: str, online: Path, tmp_path: Path) -> None:
+    words = ["report", str(online), "--output", str(tmp_path / "out"), *more]
+    refused = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert refused.exit_code == 2 and f"Error: strategies: {message}" in refused.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_written_where_a_plot_cannot_be(online: Path, tmp_path: Path) -> None:
