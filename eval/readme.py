@@ -62,9 +62,9 @@ def arithmetic_table(runs: Iterable[Run]) -> str:
     found: dict[str, tuple[str, list[Row]]] = {}
     for run in runs:
         for row in run.rows if run.bench == "operator" else []:
-            name, arithmetic = str(row["arm"]).partition("/")[0], row["arithmetic"]
+            name = row["arm"].partition("/")[0]
             if name == ORIGINAL and row["boundary"] == "complete" and not is_ablation(row["arm"]):
-                held = found.setdefault(arithmetic, (run.name, []))
+                held = found.setdefault(row["arithmetic"], (run.name, []))
                 if held[0] == run.name:
                     held[1].append(row)
     cases = [f"{SYNTHETIC}{name}" for name in PRESETS]

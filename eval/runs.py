@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,8 +43,8 @@ class Value:
 
 
 def _is_number(x: Any) -> bool:
-    # 1e999 is JSON and reads as infinity; an integer may be above what a float holds. No bool is a number.
-    return type(x) in (int, float) and abs(x) <= sys.float_info.max
+    # 1e999 is JSON and reads as infinity; plots take no integer above a word. No bool is a number.
+    return (type(x) is int and abs(x) <= sys.maxsize) or (type(x) is float and math.isfinite(x))
 
 
 def _is_count(x: Any) -> bool:

@@ -185,6 +185,7 @@ def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> Non
         ("visits", 1.5, "a count"),
         ("page_size", 0, "a count above 0"),
         ("net_us", None, "a number"),
+        ("net_us", 10**30, "a number"),
         ("sm_mhz", [1700], "three numbers above 0 or null"),
         ("protocol", {"rounds": 7}, "counts of rounds, calls and inputs or null"),
     ],
@@ -223,6 +224,7 @@ def test_rows_lack_a_key_or_make_a_page(path: Path, tmp_path: Path, monkeypatch:
                 assert f"line {place + 1} has no {key!r}" in str(error) or key in ("schema", "kind")
             else:
                 make_page([run])
+                arithmetic_table([run])
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
