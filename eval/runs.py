@@ -139,7 +139,7 @@ def _fault(bench: str, row: Row) -> str | None:
     keys: dict[str, Value] = {name: _one_of(kinds)}
     if row.get(name) in list(kinds):
         keys |= kinds[row[name]]
-    if row.get("kind") == "workload":
+    if bench == "scaling" and row.get("kind") == "workload":
         keys["weight"] = ABOVE  # shares of it are of a total above 0
     missing = [key for key in keys if key not in row]
     if missing:
