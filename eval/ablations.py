@@ -17,7 +17,7 @@ from rich.text import Text
 from pageweaver.common.captures import Selection
 from pageweaver.common.problem import selection_support
 from pageweaver.eval import paper
-from pageweaver.eval.arms import ORIGINAL, Arm, parse_arm
+from pageweaver.eval.arms import ORIGINAL, Arm
 from pageweaver.eval.operator import COUNTED, NOT_RUN, number, untimed
 from pageweaver.eval.survey import union_counts
 from pageweaver.eval.timing import kernel_microseconds
@@ -161,14 +161,14 @@ def _orders(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str
     base = _of(rows, ORIGINAL, "complete") or _of(rows, ORIGINAL, COUNTED)
     known, lines = paper.ORDERS[ORIGINAL], []
     for row in _in_order(rows):
-        theirs = paper.ORDERS.get(parse_arm(row["arm"])[0])
+        theirs = paper.ORDERS.get(row["arm"].partition("/")[0])
         lines.append(
             [
                 row["arm"],
                 f"{row['visits']:,}",
                 _change(row["visits"], None if base is None else base["visits"]),
                 _change(None if theirs is None else theirs.visits, known.visits),
-                f"{row['rounds']:,}",
+                number(row["rounds"], ","),
                 _change(row["rounds"], None if base is None else base["rounds"]),
             ]
         )
@@ -179,7 +179,7 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]
     """Complete calls of orders beside the paper's, and the terms of Eq. 7."""
     base, known, lines = _median(rows, ORIGINAL, "complete"), paper.ORDERS[ORIGINAL], []
     for row in _in_order(rows):
-        theirs = paper.ORDERS.get(parse_arm(row["arm"])[0])
+        theirs = paper.ORDERS.get(row["arm"].partition("/")[0])
         lines.append(
             [
                 row["arm"],

@@ -62,7 +62,7 @@ def calls_section(run: Run, page: Page) -> str:
     if any(row["boundary"] == "attention" for row in timed):
         caption = "Work against time: which of the counts a kernel's time follows"
         parts.append(html_plot(page, run, "work", figures.work_against_time(timed), caption))
-    if any("net_us" in row for row in timed):
+    if any(row["boundary"] == "complete" and "net_us" in row for row in timed):
         parts.append(html_heading("Orders of queries (Eq. 7), us") + _eq7(timed, cases))
         caption = "Net saving of orders, and what grouping took of it"
         parts.append(html_plot(page, run, "savings", figures.savings(timed, cases), caption))

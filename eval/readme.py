@@ -7,26 +7,32 @@ from typing import Any
 
 from pageweaver.common.supports import PRESETS
 from pageweaver.eval.arms import ORIGINAL
+from pageweaver.eval.operator import number
 from pageweaver.eval.runs import SYNTHETIC, Row, Run, cases_of, complete_medians, is_ablation, reuse8
 
 
-def measured_table(rows: Sequence[Mapping[str, Any]], arms: Sequence[str] | None = None) -> str:
+def measured_table(rows: Sequence[Mapping[str, Any]], strategies: Sequence[str] | None = None) -> str:
     """The README's table: complete calls in Markdown, a line a selection.
 
     Parameters
     ----------
     rows : sequence of mapping
         Of one `bench operator` run.
-    arms : sequence of str, optional
+    strategies : sequence of str, optional
         Columns; left out: all that were timed.
 
     Raises
     ------
     ValueError
-        An arm was not timed on every selection, or nothing was timed.
+        `strategies` is empty or names an arm that was not timed, an arm was not timed on every selection,
+        or nothing was timed.
     """
     times = complete_medians(rows)
-    chosen = list(dict.fromkeys(arm for _, arm in times)) if arms is None else list(arms)
+    known = list(dict.fromkeys(arm for _, arm in times))
+    chosen = known if strategies is None else list(strategies)
+    unknown = [repr(arm) for arm in chosen if arm not in known]
+    if known and (unknown or not chosen):
+        raise ValueError(f"strategies: got {[*unknown, 'none'][0]}, supported: {', '.join(known)}")
     cases = cases_of(row for row in rows if row["boundary"] == "complete")
     missing = [(case, arm) for case in cases for arm in chosen if (case, arm) not in times]
     if missing or not cases:
@@ -56,9 +62,9 @@ def arithmetic_table(runs: Iterable[Run]) -> str:
     found: dict[str, tuple[str, list[Row]]] = {}
     for run in runs:
         for row in run.rows if run.bench == "operator" else []:
-            name, arithmetic = str(row["arm"]).partition("/")[0], row["arithmetic"]
+            name = row["arm"].partition("/")[0]
             if name == ORIGINAL and row["boundary"] == "complete" and not is_ablation(row["arm"]):
-                held = found.setdefault(arithmetic, (run.name, []))
+                held = found.setdefault(row["arithmetic"], (run.name, []))
                 if held[0] == run.name:
                     held[1].append(row)
     cases = [f"{SYNTHETIC}{name}" for name in PRESETS]
@@ -69,8 +75,8 @@ def arithmetic_table(runs: Iterable[Run]) -> str:
     ]
     for arithmetic, (name, rows) in found.items():
         times = {row["case"]: f"{row['median_ms']:.3f}" for row in rows}
-        errors = [row["nrms"] for row in rows]
+        error = number(max((row["nrms"] for row in rows if row["nrms"] is not None), default=None), ".2%")
         caches = "BF16" if rows[0]["kv_dtype"] == "bfloat16" else "FP8"
         shown = " / ".join(times.get(case, "-") for case in cases)
-        lines.append(f'| `"{arithmetic}"` | {caches} | {max(errors):.2%} | {shown} | `{name}.jsonl` |')
+        lines.append(f'| `"{arithmetic}"` | {caches} | {error} | {shown} | `{name}.jsonl` |')
     return "\n".join(lines)

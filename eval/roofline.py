@@ -65,7 +65,7 @@ def floor_of(row: Mapping[str, Any]) -> Floor | None:
     what they were measured with.
     """
     arithmetic = row.get("arithmetic")
-    if row.get("rounds") is None or arithmetic not in MATRIX_FACTOR or row.get("arm") in ("dense", "flex"):
+    if not row.get("rounds") or arithmetic not in MATRIX_FACTOR or row.get("arm") in ("dense", "flex"):
         return None
     group, page_size = row.get("group_size", 16), row.get("page_size", 128)
     item = 2 if row.get("kv_dtype") == "bfloat16" else 1

@@ -420,12 +420,14 @@ def report(
     from pageweaver.eval import output as files
     from pageweaver.eval.readme import arithmetic_table, measured_table
     from pageweaver.eval.report import make_page
-    from pageweaver.eval.runs import read_run
+    from pageweaver.eval.runs import read_runs
 
     console = Console()
     if not readme:
+        if strategies is not None:
+            raise ValueError(f"strategies: got {strategies!r} without --readme, supported: with it")
         files.check_folder(output, "report.html")
-    runs = [read_run(path) for path in rows]
+    runs = read_runs(rows)
     if readme:
         first = next((run for run in runs if run.bench == "operator"), None)
         if first is None:
@@ -434,6 +436,8 @@ def report(
         say(console, f"{measured_table(first.rows, columns)}\n\n{arithmetic_table(runs)}")
         return
     page = make_page(runs)
+    # Which plots there are is known now: none is written where one of them cannot be.
+    files.check_folder(output, "report.html", *page.plots)
     files.write_files(output, {"report.html": page.html.encode(), **page.plots})
     say(console, f"Wrote {output / 'report.html'} and {counted(len(page.plots), 'plot')}.")
 

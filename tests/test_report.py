@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from pageweaver.__main__ import app
 from pageweaver.common.supports import preset
-from pageweaver.eval import ablations, figures, operator, paper, report, roofline, survey
+from pageweaver.eval import ablations, calls, figures, operator, paper, report, roofline, survey
 from pageweaver.eval.arms import VARIANTS, arm_names
 from pageweaver.eval.readme import arithmetic_table, measured_table
 from pageweaver.eval.report import make_page
@@ -26,6 +26,7 @@ from pageweaver.eval.timing import Protocol
 
 ROOT = Path(__file__).resolve().parents[1]
 UNION = ROOT / "results" / "h200" / "union.jsonl"
+COMMITTED = sorted(UNION.parent.glob("*.jsonl"))
 PNG = b"\x89PNG\r\n\x1a\n"
 Row = dict[str, Any]
 
@@ -152,6 +153,11 @@ def online(tmp_path: Path) -> Path:
         ('{"schema": "pageweaver-operator-1"}\n{"kind": "source"}', "supported: rows of one command, bench"),
         ('{"schema": "pageweaver-operator-2"}', "'pageweaver-operator-2', supported: pageweaver-operator-1"),
         ('{"kind": "source"}\n{"kind": "source"}', "of which none is an observation"),
+        ('{"kind": "observation"}', "whose line 1 has no 'source'"),
+        ('{"schema": "pageweaver-operator-1"}', "whose line 1 has no 'boundary'"),
+        ('{}\n{"a": NaN}', "whose line 2 is no JSON (NaN"),
+        ('{"a": -Infinity}', "whose line 1 is no JSON (-Infinity"),
+        ("[" * 100_000, "whose line 1 is no JSON"),
     ],
 )
 def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -161,6 +167,69 @@ def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> Non
         read_run(path)
     with pytest.raises(ValueError, match="rows: got no file"):
         make_page([])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "supported"),
+    [
+        ("boundary", "whole", "complete, attention, prepare, eager, counted, not run"),
+        ("boundary", [], "complete, attention, prepare"),
+        ("case", 1, "text"),
+        ("arm", None, "text"),
+        ("command", ["pageweaver"], "text"),
+        ("median_ms", 0, "a number above 0"),
+        ("median_ms", True, "a number above 0"),
+        ("median_ms", float("1e999"), "a number above 0"),
+        ("nrms", "x", "a number or null"),
+        ("rounds", -1, "a count"),
+        ("visits", 1.5, "a count"),
+        ("page_size", 0, "a count above 0"),
+        ("net_us", None, "a number"),
+        ("net_us", 10**30, "a number"),
+        ("sm_mhz", [1700], "three numbers above 0 or null"),
+        ("protocol", {"rounds": 7}, "counts of rounds, calls and inputs or null"),
+    ],
+)
+def test_values_of_another_kind_are_refused(key: str, value: Any, supported: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    held = json.dumps({**timed("union8", "x", 1.0), key: value}).replace("Infinity", "1e999")
+    path.write_text(json.dumps(timed("union8", "x", 1.0)) + "\n" + held)
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path}, whose line 2 has {key} {value!r}, supported: {supported}")
+    ):
+        read_run(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        p
+        for p in COMMITTED
+        if p.stem in {"baselines", "ablations", "numerics", "scaling_mix", "prefill", "survey"}
+    ],
+    ids=lambda p: p.stem,
+)
+def test_rows_lack_a_key_or_make_a_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kind of committed row, without any one key: refused by its name, or never asked for."""
+    monkeypatch.setattr(report, "html_plot", lambda *_: "")
+    monkeypatch.setattr(calls, "html_plot", lambda *_: "")
+    rows = {(row.get("boundary"), row.get("kind"), len(row)): row for row in lines(path)}
+    whole = list(rows.values())
+    for place, row in enumerate(whole):
+        for key in row:
+            less = [*whole[:place], {k: v for k, v in row.items() if k != key}, *whole[place + 1 :]]
+            try:
+                run = read_run(write(tmp_path / "rows.jsonl", less))
+            except ValueError as error:
+                assert f"line {place + 1} has no {key!r}" in str(error) or key in ("schema", "kind")
+            else:
+                make_page([run])
+                arithmetic_table([run])
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_rows_are_read(path: Path) -> None:
+    assert len(read_run(path).rows) == len(lines(path))
 
 
 def test_selections_stand_in_the_order_of_reuse() -> None:
@@ -365,7 +434,7 @@ def test_measured_table() -> None:
     case = "austen-a.L4.h1"
     assert f"| `{case}` | 5.43 | {times[case, 'union8']:.3f} | {times[case, 'per_query']:.3f} |" in table
     with pytest.raises(ValueError, match="rows: got none of"):
-        measured_table(rows, ["union8", "regroup_w64"])
+        measured_table([*rows, timed("regroup_w64", case, 1.0)], ["union8", "regroup_w64"])
     with pytest.raises(ValueError, match="rows: got none of complete calls"):
         measured_table([])
 
@@ -376,7 +445,7 @@ def test_command(online: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert f"Wrote {tmp_path / 'out' / 'report.html'} and 8 plots." in result.output
     assert len(list((tmp_path / "out").iterdir())) == 9
-    one = write(tmp_path / "one.jsonl", [{**timed("union8", "x", 1.0), "rounds": None}])
+    one = write(tmp_path / "one.jsonl", [timed("union8", "x", 1.0)])
     result = CliRunner().invoke(app, ["report", str(one), *words[-2:]], env={"COLUMNS": "200"})
     assert "report.html and 1 plot.\n" in result.output
     table = CliRunner().invoke(app, ["report", str(online), "--readme", "--strategies", "union4,union8"])
@@ -389,6 +458,30 @@ def test_command(online: Path, tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "Error: output: got" in refused.output
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--strategies", "union8"], "got 'union8' without --readme, supported: with it"),
+        (["--readme", "--strategies", ","], "got none, supported: union8, union4, regroup_w128"),
+        (["--readme", "--strategies", "union8,nope"], "got 'nope', supported: union8, union4, regroup_w128"),
+    ],
+)
+def test_columns_are_arms_of_the_table(more: list[str], message: str, online: Path, tmp_path: Path) -> None:
+    words = ["report", str(online), "--output", str(tmp_path / "out"), *more]
+    refused = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert refused.exit_code == 2 and f"Error: strategies: {message}" in refused.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_written_where_a_plot_cannot_be(online: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "out" / "online-work.png"
+    taken.mkdir(parents=True)
+    words = ["report", str(online), "--output", str(taken.parent)]
+    refused = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert refused.exit_code == 2 and f"Error: output: got {taken}, supported: a file" in refused.output
+    assert list(taken.parent.iterdir()) == [taken]
+
+
 def test_a_part_of_another_file_is_left_out(online: Path, tmp_path: Path) -> None:
     part = write(tmp_path / "part.jsonl", lines(online)[:3])
     other = write(tmp_path / "other.jsonl", [timed("union8", "synthetic.low", 0.71)])
@@ -397,6 +490,23 @@ def test_a_part_of_another_file_is_left_out(online: Path, tmp_path: Path) -> Non
         "online",
         "other",
     }
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("a/run.jsonl", "b/run.jsonl"), ("a/run.jsonl", "a/run.jsonl")]
+)
+@pytest.mark.parametrize("more", [[], ["--readme"]])
+def test_files_of_one_name_are_refused(first: str, second: str, more: list[str], tmp_path: Path) -> None:
+    paths = [tmp_path / first, tmp_path / second]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        write(path, [timed("union8", str(path), 1.0)])
+    words = ["report", *map(str, paths), "--output", str(tmp_path / "out"), *more]
+    refused = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert refused.exit_code == 2 and not (tmp_path / "out").exists()
+    assert (
+        f"Error: rows: got {paths[0]} and {paths[1]}, supported: files of different names" in refused.output
+    )
 
 
 def test_winners_by_rounds_own_their_queries(tmp_path: Path) -> None:
