@@ -137,11 +137,11 @@ def _numerics(run: Run, page: Page) -> str:
                 [
                     row["arm"],
                     row["arithmetic"],
-                    f"{row['nrms']:.3%}",
-                    f"{row['worst_row_nrms']:.3%}",
-                    f"{row['lse_error']:.5f}",
-                    f"{row['peer_nrms']:.3%}",
-                    f"{row['peer_worst_row_nrms']:.3%}",
+                    number(row["nrms"], ".3%"),
+                    number(row["worst_row_nrms"], ".3%"),
+                    number(row["lse_error"], ".5f"),
+                    number(row["peer_nrms"], ".3%"),
+                    number(row["peer_worst_row_nrms"], ".3%"),
                     {True: "union8's", False: "own", None: "-"}[row["bits_of_union8"]],
                 ]
                 for row in own

@@ -98,7 +98,7 @@ REQUIRED: Mapping[str, Mapping[str, Keys]] = {
     "numerics": {
         "numerics": {
             **_ARM,
-            **dict.fromkeys(_ERRORS, NUMBER),
+            **dict.fromkeys(_ERRORS, NUMBER.or_null()),
             **{"inputs": _one_of(INPUTS), "arithmetic": TEXT, "bits_of_union8": FLAG.or_null()},
             **{"sampled_rows": Value("a list", lambda x: isinstance(x, list)), "total_q": COUNT},
             **{"peer": TEXT, "backend": TEXT},

@@ -360,7 +360,8 @@ def test_pages_of_counts_alone_and_of_every_command(tmp_path: Path) -> None:
         "scaling": list(grown),
         "ablations": ablated,
         "survey": observed,
-        "numerics": [numerics],
+        # Rows of which nothing was read have no error.
+        "numerics": [numerics, {**numerics, "arm": "union4", "nrms": None, "peer_nrms": None}],
         "prefill": [layer],
     }
     runs = [read_run(write(tmp_path / f"{name}.jsonl", rows)) for name, rows in files.items()]
@@ -376,6 +377,7 @@ def test_pages_of_counts_alone_and_of_every_command(tmp_path: Path) -> None:
     seen = Outline(page.html)
     cells = {cell for row in seen.cells for cell in row}
     assert {"3.550%", "4.440%", "3.25", "q32.c1032"} <= cells
+    assert ["union4", "fp8", "-", "4.440%", "0.01000", "-"] in [row[:6] for row in seen.cells]
     assert f"{files['ablations'][-1]['visits']:,}" in cells
     assert next(row[:2] for row in seen.cells if row and row[0] == "a book") == ["a book", "1"]
     assert set(page.plots) == {"survey-reuse.png"}
