@@ -16,9 +16,9 @@
 // plan_groups and runs beside it; marking pages for packing, which does, is for the warps that do not search.
 //
 // Where the call may choose (window_choices), three warps search a window of 128 and its two halves at once.
-// A search that gains nothing in its first slots gives up. Unions are built in the window's own order as it
-// is found; that of its halves or the original one takes its place where it gave up or has far more rounds
-// (Eq. 4).
+// A search that gains nothing in its first slots gives up, and that of the window half way too, unless what
+// it gains is worth holding up the call. Unions are built in the window's own order as it is found; that of
+// its halves or the original one takes its place where it gave up or has far more rounds (Eq. 4).
 //
 // Shared memory: overlaps 32 KiB (window 128, topk 16; up to 64), pages 10 KiB, table 16 bytes a page, reused
 // as scratch of the unions. Pages beyond what the table holds are taken in further passes.
