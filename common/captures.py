@@ -458,12 +458,13 @@ def resolve_selection(selection: str) -> list[Selection]:
     """
     if not isinstance(selection, str):
         raise TypeError(f"selection: got {type(selection).__name__}, supported: str")
-    if selection.startswith("synthetic:"):
-        from pageweaver.common.supports import PRESETS, preset
+    from pageweaver.common.supports import PRESETS, preset
 
+    synthetic = f"synthetic:{'|'.join(PRESETS)}"
+    if selection.startswith("synthetic:"):
         name = selection.removeprefix("synthetic:")
         if name not in PRESETS:
-            raise ValueError(f"selection: got {selection!r}, supported: synthetic:{'|'.join(PRESETS)}")
+            raise ValueError(f"selection: got {selection!r}, supported: {synthetic}")
         return [preset(name)]
     if Path(selection).is_file():
         return load_selections(selection)
@@ -473,7 +474,7 @@ def resolve_selection(selection: str) -> list[Selection]:
     reason = "this is a folder" if Path(selection).is_dir() else "there is no such file"
     raise FileNotFoundError(
         f"selection: got {selection!r}, supported: FILE.safetensors and FILE.safetensors:NAME of an existing"
-        f" file, synthetic:low|mid|high|interleaved ({reason})"
+        f" file, {synthetic} ({reason})"
     )
 
 
