@@ -58,6 +58,10 @@ EXPECTED_ERRORS = (
 Report = Callable[[float, str], None]
 
 
+class CheckFailed(ValueError):
+    """An arm computes something wrong: no report may follow."""
+
+
 class Console(RichConsole):
     """Falls silent when its reader leaves (`| head`), so that the work ends and its files are written.
 
@@ -80,7 +84,7 @@ def flag(name: str, **settings: Any) -> Any:
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Turn errors that the caller can mend, and Ctrl-C, into one line and an exit code."""
+    """Turn errors that the caller can mend, red checks and Ctrl-C into one line and an exit code."""
     errors = Console(stderr=True)
     try:
         yield
@@ -90,7 +94,7 @@ def reporting_errors() -> Iterator[None]:
     except EXPECTED_ERRORS as error:
         text = " ".join(str(error).split()) or type(error).__name__
         errors.print(Text(f"Error: {text}", style="bold red"), soft_wrap=True)
-        raise typer.Exit(2) from None
+        raise typer.Exit(1 if isinstance(error, CheckFailed) else 2) from None
 
 
 def say(console: RichConsole, text: str) -> None:

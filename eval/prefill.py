@@ -26,7 +26,7 @@ from rich.table import Table
 from pageweaver.bridges import transformers as bridge
 from pageweaver.common.reference import nrms
 from pageweaver.common.strategy import available, load
-from pageweaver.eval.output import Report, part_of
+from pageweaver.eval.output import CheckFailed, Report, part_of
 
 BENCH = "prefill"
 TIMED = "pageweaver_timed"
@@ -246,7 +246,7 @@ def measure(
 
     Raises
     ------
-    ValueError
+    CheckFailed
         An arm's error against float64 is above `MOST_NRMS`.
     MemoryError
         An arm, or the model's own indexer, runs out of device memory.
@@ -293,7 +293,7 @@ def _measure(
                 raise MemoryError(f"{arm}: a prefill of {case['case']} does not fit")
         error, most = max(prefill.errors), MOST_NRMS[options["fp8_copy"]]
         if not error <= most:
-            raise ValueError(f"{arm}: got NRMS {error:.4f} against float64, supported: at most {most}")
+            raise CheckFailed(f"{arm}: got NRMS {error:.4f} against float64, supported: at most {most}")
         known[arm] = {"path": bridge.paths()[0], "nrms": error, "reuse": statistics.mean(prefill.reuse)}
         known[arm]["peak_bytes"] = torch.cuda.max_memory_allocated() if prompt.is_cuda else None
     prefill.watch.take()

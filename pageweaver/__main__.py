@@ -1,7 +1,7 @@
 """The command line: arguments, errors and exit codes; what the commands do lies in ``pageweaver.eval``.
 
-Exit codes: 0 done, 1 `doctor` found the CPU path unusable, 2 an error that is the caller's to mend (one red
-line), 130 interrupted.
+Exit codes: 0 done, 1 a red check (an arm computes something wrong, or `doctor` found the CPU path unusable),
+2 an error that is the caller's to mend (one red line), 130 interrupted.
 """
 
 from __future__ import annotations

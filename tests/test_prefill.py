@@ -15,6 +15,7 @@ if reason := m3.why_not():
 
 from pageweaver.bridges import transformers as bridge
 from pageweaver.eval import prefill
+from pageweaver.eval.output import CheckFailed
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def test_red_check_stops_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that misses the scale is refused."""
     right = prefill.exact_rows
     monkeypatch.setattr(prefill, "exact_rows", lambda *given: 2 * right(*given))
-    with pytest.raises(ValueError, match=r"per_query: got NRMS 0\.5"):
+    with pytest.raises(CheckFailed, match=r"per_query: got NRMS 0\.5"):
         measured()
 
 
