@@ -494,6 +494,18 @@ def test_a_part_of_another_file_is_left_out(online: Path, tmp_path: Path) -> Non
     }
 
 
+def test_runs_of_one_name_are_refused(online: Path, tmp_path: Path) -> None:
+    """Equal or not: the plots of one would replace those of the other."""
+    (tmp_path / "later").mkdir()
+    again = write(tmp_path / "later" / online.name, [timed("union8", "synthetic.low", 0.9)])
+    first, second = read_run(online), read_run(again)
+    for runs in ([first, first], [first, second]):
+        with pytest.raises(ValueError, match="rows: got two runs named 'online', supported: runs of diff"):
+            make_page(runs)
+    # The README's table takes an arithmetic from the first, whatever it is called.
+    assert arithmetic_table([first, first]) == arithmetic_table([first, second]) == arithmetic_table([first])
+
+
 @pytest.mark.parametrize(
     ("first", "second"), [("a/run.jsonl", "b/run.jsonl"), ("a/run.jsonl", "a/run.jsonl")]
 )
