@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -282,6 +282,31 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         atomic_write_bytes(folder / name, data)
+
+
+@contextmanager
+def keeping(rows: Sequence[Mapping[str, Any]], path: Path) -> Iterator[None]:
+    """Write the rows that are finished when an error or Ctrl-C ends the body, and say where they are.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        The body adds to it.
+    path : Path
+        Gets them.
+    """
+    try:
+        yield
+    except BaseException:
+        if rows:
+            write_files(path.parent, {path.name: json_lines(rows)})
+            say(Console(stderr=True), f"Kept {counted(len(rows), 'finished row')} in {path}.")
+        raise
+
+
+def kept_beside(output: Path) -> Path:
+    """The file of the rows that were finished when a run ended early; `output` stays as it was."""
+    return output.with_name(f"{output.name}.partial")
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:

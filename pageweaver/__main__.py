@@ -131,10 +131,12 @@ def compare(
         raise pageweaver.UnsupportedDeviceError(
             "device: got cuda, but torch sees no GPU; `pageweaver doctor` says why"
         )
-    files.check_folder(output, "compare.jsonl", "compare.png")
+    kept = files.kept_beside(output / "compare.jsonl")
+    files.check_folder(output, "compare.jsonl", "compare.png", kept.name)
     found = [s for word in selections or [default_captures()] for s in pageweaver.resolve_selection(word)]
-    done = []
-    with progress_bar(console) as report:
+    origin = files.provenance(place)
+    done, lines = [], []
+    with files.keeping(lines, kept), progress_bar(console) as report:
         for index, selection in enumerate(found):
             comparison = comparing.compare_selection(
                 selection,
@@ -145,12 +147,13 @@ def compare(
                 device=place,
                 progress=files.part_of(report, index, len(found)),
             )
+            lines += [{**row, **origin} for row in comparison.rows()]
+            done.append(comparison)
             if index < SHOWN_TABLES:
                 comparing.print_comparison(console, comparison)
-            done.append(comparison)
+        if red := [fault for comparison in done for fault in comparison.red()]:
+            raise files.CheckFailed("; ".join(red))
         report(1.0, "plot")
-        origin = files.provenance(place)
-        lines = [{**row, **origin} for comparison in done for row in comparison.rows()]
         written = {
             "compare.jsonl": files.json_lines(lines),
             "compare.png": files.png(comparing.comparison_figure(done)),

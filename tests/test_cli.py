@@ -253,6 +253,29 @@ def test_reader_that_leaves(selection_file: Path, tmp_path: Path) -> None:
     assert written == {"compare.jsonl", "compare.png"}
 
 
+def test_rows_outlive_a_full_output(selection_file: Path, tmp_path: Path) -> None:
+    """Nobody sees the tables of an output that takes no byte; what was computed is on disk."""
+    words = ("compare", selection_file, "--strategies", "union8", "--rows", "8", "--output", "out")
+    for command, kept in (
+        (words, Path("out") / "compare.jsonl.partial"),
+        (("bench", "operator", selection_file, "--output", "o.jsonl"), Path("o.jsonl.partial")),
+    ):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [SCRIPT, *map(str, command)],
+                cwd=tmp_path,
+                env=environment(),
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=240,
+            )
+        assert done.returncode == 2
+        rows = json_rows(tmp_path / kept)
+        said = f"Kept {len(rows)} finished row{'s' if len(rows) > 1 else ''} in {kept}.\nError: [Errno 28]"
+        assert rows and done.stderr.startswith(said)
+
+
 @contextmanager
 def interruptible(words: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A command that Ctrl-C reaches, also where the tests run in the background and ignore it."""
@@ -302,8 +325,13 @@ def test_ctrl_c_leaves_files_as_they_were(selection_file: Path, tmp_path: Path) 
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors == "Interrupted; no file was left half-written.\n"
-    assert [p.name for p in out.iterdir()] == ["compare.jsonl"]
+    kept = out / "compare.jsonl.partial"
+    finished = len(pw.available())
+    assert errors == (
+        f"Kept {finished} finished rows in {kept}.\nInterrupted; no file was left half-written.\n"
+    )
+    assert sorted(p.name for p in out.iterdir()) == ["compare.jsonl", kept.name]
+    assert [row["strategy"] for row in json_rows(kept)] == list(pw.available())
     assert (out / "compare.jsonl").read_text() == "old\n"
 
 
