@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from . import minimax_m3 as m3
 
 if reason := m3.why_not():
     pytest.skip(reason, allow_module_level=True)
 
+from pageweaver.bench import Run
 from pageweaver.bridges import transformers as bridge
 from pageweaver.eval import prefill
 from pageweaver.eval.output import CheckFailed
@@ -25,19 +29,21 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     bridge.register()
 
 
-def measured(report: Any = lambda *_: None, arms: str = "per_query,union8") -> list[dict[str, Any]]:
+def measuring(report: Any, arms: str = "per_query,union8") -> Iterator[dict[str, Any]]:
     config = m3.build(num_hidden_layers=2, layer_types=["minimax_m3_sparse"] * 2).config
     options = {"tokens": 400, "chunk": 256, "rounds": 2, "device": torch.device("cpu"), "seed": 0}
-    return list(
-        prefill.measure(
-            config,
-            prefill.parse_arms(arms),
-            smooths=[1, 40],
-            header={"schema": "x"},
-            report=report,
-            **options,
-        )
+    return prefill.measure(
+        config,
+        prefill.parse_arms(arms),
+        smooths=[1, 40],
+        header={"schema": "x"},
+        report=report,
+        **options,
     )
+
+
+def measured(report: Any = lambda *_: None, arms: str = "per_query,union8") -> list[dict[str, Any]]:
+    return list(measuring(report, arms))
 
 
 def test_rows() -> None:
@@ -59,6 +65,31 @@ def test_rows() -> None:
             assert 0 < own["attention"]["nrms"] < prefill.MOST_NRMS[False]
             assert 1 < own["attention"]["reuse"] < 8
         assert eager["tokens_read"] == 400 and eager["out_of_memory"] is False and eager["median_ms"] > 0
+
+
+@pytest.mark.parametrize(("stopped", "finished"), [(2, 0), (3, 1), (5, None)])
+def test_ctrl_c_keeps_finished_rounds(stopped: int, finished: int | None, tmp_path: Path) -> None:
+    """In the first round there is nothing to keep; later, also where eager attention runs, there is."""
+    told: list[str] = []
+
+    def report(_: float, text: str) -> None:
+        told.extend([text] if text.startswith(("timing", "transformers")) else [])
+        if len(told) == stopped:
+            raise KeyboardInterrupt
+
+    def made(**_: Any) -> Iterator[dict[str, Any]]:
+        return measuring(report)
+
+    console = Console(width=100, record=True, file=io.StringIO())
+    run = Run("prefill", tmp_path / "o", None, console=console)
+    with pytest.raises(KeyboardInterrupt):
+        run.collect(made, prefill.print_prefill)
+    rows = run.rows
+    assert len(rows) == (2 * 4 if finished != 0 else 0) == (tmp_path / "o.partial").exists() * 8
+    assert all(len(row["samples_ms"]) == (finished or 2) for row in rows)
+    assert all(row["interrupted"] is (finished is not None) for row in rows)
+    text = console.export_text()
+    assert ("union8" in text) == (finished != 0) and "Eager attention" not in text
 
 
 def test_copy_in_fp8_is_an_arm() -> None:
