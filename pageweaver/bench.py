@@ -187,7 +187,7 @@ def numerics(
     from pageweaver.eval.inputs import INPUTS
 
     run = Run(checking.BENCH, output, commit, selections or ())
-    kinds = [x.strip() for x in inputs.split(",") if x.strip()]
+    kinds = list(dict.fromkeys(x.strip() for x in inputs.split(",") if x.strip()))
     if not kinds:
         raise ValueError(f"inputs: got {inputs!r}, supported: some of {', '.join(INPUTS)}")
     made = partial(
@@ -241,7 +241,8 @@ def prefill(
         timing.parse_arms(strategies),
         tokens=min(tokens, QUICK_TOKENS) if quick else tokens,
         chunk=chunk,
-        smooths=smooth or [1, 16],
+        # Tables and reports tell prompts apart by what they are.
+        smooths=list(dict.fromkeys(smooth or [1, 16])),
         rounds=QUICK_ROUNDS if quick else rounds,
         seed=seed,
     )

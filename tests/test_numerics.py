@@ -233,11 +233,12 @@ def test_command_and_table(tmp_path: Path) -> None:
     path = tmp_path / "two.safetensors"
     save_selections(path, [several])
     words = ["bench", "numerics", str(path), "--strategies", "union8,union4,page_union", "--rows", "10"]
-    words += ["--inputs", "heavy", "--output", str(tmp_path / "rows.jsonl")]
+    words += ["--inputs", "heavy,heavy", "--output", str(tmp_path / "rows.jsonl")]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert {row["case"] for row in rows} == {f"{several.name}.tail10"}
+    assert len({(row["arm"], row["arithmetic"]) for row in rows}) == len(rows)  # a kind named twice runs once
     assert "union8, union4" in result.output and "page_union" in result.output
     console = Console(width=80, record=True, file=io.StringIO())
     numerics.print_numerics(console, rows)
