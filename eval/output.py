@@ -317,7 +317,11 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
 def png(figure: Figure, source: str | None = None) -> bytes:
     """Render a figure made without pyplot, so that no display is asked for; the file names its `source`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text as PlotText
 
+    # Names of selections may look like formulas.
+    for text in figure.findobj(PlotText):
+        text.set_parse_math(False)
     FigureCanvasAgg(figure)
     buffer = io.BytesIO()
     # No software version in the file: equal figures stay equal bytes.

@@ -228,8 +228,8 @@ def test_errors_are_one_line(words: str, message: str, selection_file: Path, tmp
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_names_that_look_like_markup(tmp_path: Path) -> None:
-    name = "[red]x [/bold]"
+@pytest.mark.parametrize("name", ["[red]x [/bold]", r"x$\frac$"])
+def test_names_that_look_like_markup(name: str, tmp_path: Path) -> None:
     save_selections(tmp_path / "s.st", [replace(preset("mid", total_q=16, prefix=512), name=name)])
     for words in ("bench operator s.st --strategies union8 --output o.jsonl", "compare s.st", "survey s.st"):
         done = run(*words.split(), cwd=tmp_path, env=environment(COLUMNS="150"))
