@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.problem import (
     HEAD_DIM,
     TILE_ROWS,
@@ -24,6 +23,7 @@ from pageweaver.common.problem import (
     selection_support,
 )
 from pageweaver.common.reference import nrms
+from pageweaver.common.selection import Selection
 from pageweaver.common.strategy import Strategy, available, load
 from pageweaver.eval.baselines import BASELINES, Baseline
 from pageweaver.eval.baselines.dense import Dense

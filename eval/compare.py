@@ -22,10 +22,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.errors import UnsupportedDeviceError
 from pageweaver.common.problem import AttentionProblem, make_problem
 from pageweaver.common.reference import exact_attention, nrms
+from pageweaver.common.selection import Selection
 from pageweaver.common.strategy import Strategy, available, load
 from pageweaver.common.work import WorkReport
 from pageweaver.eval.arms import OFFLINE_WINDOWS, SAMPLED_ROWS, counting_problem

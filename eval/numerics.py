@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.errors import UnsupportedDeviceError
 from pageweaver.common.reference import exact_attention, nrms
+from pageweaver.common.selection import Selection
 from pageweaver.common.strategy import available, load
 from pageweaver.eval import paper
 from pageweaver.eval.arms import OFFLINE_WINDOWS, make_strategy, parse_arm, sample_rows

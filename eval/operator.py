@@ -15,10 +15,10 @@ import torch
 from rich import box
 from rich.table import Table
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.errors import UnsupportedDeviceError
 from pageweaver.common.problem import AttentionProblem, make_problem
 from pageweaver.common.reference import exact_attention
+from pageweaver.common.selection import Selection
 from pageweaver.eval.arms import (
     Arm,
     counting_problem,

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.problem import HEAD_DIM, MAX_TOTAL_Q, AttentionProblem
+from pageweaver.common.selection import Selection
 from pageweaver.common.strategy import available
 from pageweaver.common.supports import PRESETS
 from pageweaver.eval.operator import NOT_RUN, case_of, counted_rows, measure_case, number
