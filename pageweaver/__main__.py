@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -135,7 +135,8 @@ def compare(
     files.check_folder(output, "compare.jsonl", "compare.png", kept.name)
     found = [s for word in selections or [default_captures()] for s in pageweaver.resolve_selection(word)]
     origin = files.provenance(place)
-    done, lines = [], []
+    done: list[comparing.Comparison] = []
+    lines: list[dict[str, Any]] = []
     with files.keeping(lines, kept), progress_bar(console) as report:
         for index, selection in enumerate(found):
             comparison = comparing.compare_selection(
