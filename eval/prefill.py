@@ -194,14 +194,14 @@ def exact_rows(
 
 
 def reuse(blocks: torch.Tensor, pages: int) -> float:
-    """Edges a visit (Eq. 3) of whole groups of `REUSE_QUERIES` neighbours in the first request."""
+    """Edges a visit (Eq. 3) of whole groups of `REUSE_QUERIES` neighbours in the first request; 0 of none."""
     whole = blocks.shape[2] // REUSE_QUERIES * REUSE_QUERIES
     chosen = torch.zeros(blocks.shape[1], whole, pages + 1, dtype=torch.bool, device=blocks.device)
     ids = blocks[0, :, :whole]
     chosen.scatter_(2, torch.where(ids < 0, pages, ids), True)
     chosen = chosen[..., :pages]
-    visits = chosen.unflatten(1, (-1, REUSE_QUERIES)).any(dim=2).sum()
-    return int(chosen.sum()) / int(visits)
+    visits = int(chosen.unflatten(1, (-1, REUSE_QUERIES)).any(dim=2).sum())
+    return int(chosen.sum()) / visits if visits else 0.0
 
 
 def measure(

@@ -147,6 +147,7 @@ def test_reuse() -> None:
     blocks[0, 0, :8, :2] = torch.tensor([4, 1])
     blocks[0, 0, 8:, 0] = torch.arange(8)
     assert prefill.reuse(blocks, 9) == (16 + 8) / (2 + 8)
+    assert prefill.reuse(blocks[:, :, :7], 9) == 0  # a last chunk of a few tokens
 
 
 def test_real_widths() -> None:
