@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from . import minimax_m3 as m3
 
 if reason := m3.why_not():
     pytest.skip(reason, allow_module_level=True)
 
+from pageweaver.__main__ import app
 from pageweaver.bench import Run
 from pageweaver.bridges import transformers as bridge
 from pageweaver.eval import prefill
@@ -90,6 +92,21 @@ def test_ctrl_c_keeps_finished_rounds(stopped: int, finished: int | None, tmp_pa
     assert all(row["interrupted"] is (finished is not None) for row in rows)
     text = console.export_text()
     assert ("union8" in text) == (finished != 0) and "Eager attention" not in text
+
+
+def test_a_prompt_named_twice_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def noted(*_: Any, smooths: list[int], **__: Any) -> Iterator[dict[str, Any]]:
+        given.extend(smooths)
+        return iter(())
+
+    monkeypatch.setattr(prefill, "measure", noted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("pageweaver.eval.output.provenance", lambda _: {})
+    words = ["bench", "prefill", "--smooth", "4", "--smooth", "1", "--smooth", "4"]
+    CliRunner().invoke(app, [*words, "--output", str(tmp_path / "o")])
+    assert given == [4, 1]
 
 
 def test_copy_in_fp8_is_an_arm() -> None:
