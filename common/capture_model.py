@@ -33,7 +33,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pageweaver.common.captures import Selection, save_selections
+from pageweaver.common.captures import save_selections
+from pageweaver.common.selection import Selection
 
 __all__ = ["ATTENTION_NAME", "capture_model", "capture_tokens", "select_pages"]
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import torch
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.errors import UnsupportedDeviceError
+from pageweaver.common.selection import Selection
 
 HEAD_DIM = 128
 DEFAULT_SOFTMAX_SCALE = HEAD_DIM**-0.5

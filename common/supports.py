@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pageweaver.common.captures import Selection
+from pageweaver.common.selection import Selection
 
 __all__ = ["PRESETS", "Preset", "affinity", "interleaved", "local", "preset", "streams", "uniform"]
 

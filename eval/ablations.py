@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.problem import selection_support
+from pageweaver.common.selection import Selection
 from pageweaver.eval import paper
 from pageweaver.eval.arms import ORIGINAL, Arm
 from pageweaver.eval.operator import COUNTED, NOT_RUN, number, untimed

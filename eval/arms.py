@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.problem import (
     HEAD_DIM,
     TILE_ROWS,
@@ -24,9 +23,11 @@ from pageweaver.common.problem import (
     selection_support,
 )
 from pageweaver.common.reference import nrms
+from pageweaver.common.selection import Selection
 from pageweaver.common.strategy import Strategy, available, load
 from pageweaver.eval.baselines import BASELINES, Baseline
 from pageweaver.eval.baselines.dense import Dense
+from pageweaver.eval.output import CheckFailed
 from pageweaver.strategies.regroup.diagnostics import FixedIds, MaterialisedReorder, hashed_ids, random_ids
 from pageweaver.strategies.regroup.offline import TILES_PER_GROUP, search
 
@@ -58,10 +59,6 @@ MOST_NRMS_OTHERWISE = 0.005
 Options = dict[str, Any]
 # (selection, options that decide the order, query heads a KV head) -> int32 [num_kv_heads, total_q].
 Order = Callable[[Selection, Options, int], torch.Tensor]
-
-
-class CheckFailed(ValueError):
-    """An arm computes something wrong: no report may follow."""
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.errors import UnsupportedDeviceError
 from pageweaver.common.problem import AttentionProblem, make_problem
 from pageweaver.common.reference import exact_attention, nrms
+from pageweaver.common.selection import Selection
 from pageweaver.common.strategy import Strategy, available, load
 from pageweaver.common.work import WorkReport
 from pageweaver.eval.arms import OFFLINE_WINDOWS, SAMPLED_ROWS, counting_problem
@@ -66,6 +66,11 @@ class Result:
     time_ms: float | None
     search_seconds: float | None
 
+    @property
+    def is_red(self) -> bool:
+        """Whether the error is NaN or infinite."""
+        return self.nrms is not None and not math.isfinite(self.nrms)
+
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
@@ -95,7 +100,7 @@ class Comparison:
     results: list[Result]
 
     def rows(self) -> list[dict[str, Any]]:
-        """JSON-ready, one a strategy."""
+        """JSON-ready, one a strategy but for those that `red` names: JSON has no NaN and no infinity."""
         return [
             {
                 "selection": self.selection.name,
@@ -114,6 +119,15 @@ class Comparison:
                 "arithmetic": ARITHMETIC,
             }
             for result in self.results
+            if not result.is_red
+        ]
+
+    def red(self) -> list[str]:
+        """Strategies whose error is NaN or infinite, each with the selection, in words."""
+        return [
+            f"{self.selection.name}, {result.work.strategy}: got NRMS {result.nrms}, supported: finite"
+            for result in self.results
+            if result.is_red
         ]
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.problem import HEAD_DIM, AttentionProblem, make_problem
+from pageweaver.common.selection import Selection
 
 E4M3_MAX = 448.0
 HEAVY_DEGREES = 3

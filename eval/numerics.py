@@ -7,6 +7,7 @@ selection's last queries, and the second reference is `per_query` in FP32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,15 +17,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.errors import UnsupportedDeviceError
 from pageweaver.common.reference import exact_attention, nrms
+from pageweaver.common.selection import Selection
 from pageweaver.common.strategy import available, load
 from pageweaver.eval import paper
-from pageweaver.eval.arms import OFFLINE_WINDOWS, CheckFailed, make_strategy, parse_arm, sample_rows
+from pageweaver.eval.arms import OFFLINE_WINDOWS, make_strategy, parse_arm, sample_rows
 from pageweaver.eval.inputs import INPUTS, draw_problem
 from pageweaver.eval.operator import NOT_RUN, UNSUPPORTED, case_of, number
-from pageweaver.eval.output import Report
+from pageweaver.eval.output import CheckFailed, Report, part_of
 from pageweaver.strategies.query_union import QueryUnion
 
 BENCH = "numerics"
@@ -109,67 +110,121 @@ def measure(
     Raises
     ------
     CheckFailed
-        An output holds NaN or is not 0 where nothing is read, or an order changes bits that it must not.
+        An output holds NaN or is not 0 where nothing is read, an error is not finite, or an order changes
+        bits that it must not. Such an arm has no row; the others have, and all that failed is named at the
+        end.
     """
-    backend = "cuda" if device.type == "cuda" else "reference"
-    wanted = rows or (None if backend == "cuda" else CPU_ROWS)
+    wanted = rows or (None if device.type == "cuda" else CPU_ROWS)
     steps = [(selection, kind) for selection in selections for kind in kinds]
-    for place, (whole, kind) in enumerate(steps):
-        selection = _tail(whole, wanted)
-        problem = draw_problem(
-            kind, selection, group_size=group_size, kv_dtype=kv_dtype, seed=seed, device=device
-        )
-        sampled = sample_rows(selection, seed).to(device)
-        exact, exact_lse = exact_attention(problem, torch.float64, sampled)
-        peer_policy = "float32" if backend == "reference" else load(PEER, backend="cuda").resolve(problem)[1]
-        peer = load(PEER, backend=backend, arithmetic=peer_policy)(problem)
-        common = {
-            **header,
-            **case_of(problem, selection),
-            "inputs": kind,
-            "seed": seed,
-            "backend": backend,
-            "sampled_rows": sampled.tolist(),
-            "peer": f"{PEER}/{peer_policy}",
-        }
-        bits: dict[str, torch.Tensor] = {}
-        # The others are compared with its bits.
-        ordered = sorted(arms, key=lambda arm: arm != BASE)
-        for index, arm in enumerate(ordered):
-            report((place + index / len(ordered)) / len(steps), f"{selection.name}, {kind}: {arm}")
+    red: list[str] = []
+    try:
+        for place, (whole, kind) in enumerate(steps):
+            yield from _measure_case(
+                _tail(whole, wanted),
+                kind,
+                arms,
+                header=header,
+                device=device,
+                seed=seed,
+                group_size=group_size,
+                kv_dtype=kv_dtype,
+                report=part_of(report, place, len(steps)),
+                red=red,
+            )
+    except (KeyboardInterrupt, *UNSUPPORTED) as error:
+        # What failed until then is worth more than why the rest was not run.
+        if not red:
+            raise
+        red.append(f"then stopped by {str(error) or type(error).__name__}")
+    if red:
+        raise CheckFailed("; ".join(red))
+
+
+def _measure_case(
+    selection: Selection,
+    kind: str,
+    arms: Sequence[str],
+    *,
+    header: Mapping[str, Any],
+    device: torch.device,
+    seed: int,
+    group_size: int,
+    kv_dtype: torch.dtype,
+    report: Report,
+    red: list[str],
+) -> Iterator[dict[str, Any]]:
+    """Rows of one selection and kind of input; arms that fail a check are named in `red` instead."""
+    backend = "cuda" if device.type == "cuda" else "reference"
+    problem = draw_problem(
+        kind, selection, group_size=group_size, kv_dtype=kv_dtype, seed=seed, device=device
+    )
+    sampled = sample_rows(selection, seed).to(device)
+    exact, exact_lse = exact_attention(problem, torch.float64, sampled)
+    peer_policy = "float32" if backend == "reference" else load(PEER, backend="cuda").resolve(problem)[1]
+    peer = load(PEER, backend=backend, arithmetic=peer_policy)(problem)
+    common = {
+        **header,
+        **case_of(problem, selection),
+        "inputs": kind,
+        "seed": seed,
+        "backend": backend,
+        "sampled_rows": sampled.tolist(),
+        "peer": f"{PEER}/{peer_policy}",
+    }
+    bits: dict[str, torch.Tensor] = {}
+    # The others are compared with its bits.
+    ordered = sorted(arms, key=lambda arm: arm != BASE)
+    for index, arm in enumerate(ordered):
+        report(index / len(ordered), f"{selection.name}, {kind}: {arm}")
+        try:
+            policies = arithmetics_of(arm, backend, kv_dtype)
+        except UnsupportedDeviceError as error:
+            yield {**common, "arm": arm, "arithmetic": None, "boundary": NOT_RUN, "reason": str(error)}
+            continue
+        for arithmetic in policies:
+            lse = torch.full(problem.q.shape[:2], torch.nan, device=device)
             try:
-                policies = arithmetics_of(arm, backend, kv_dtype)
-            except UnsupportedDeviceError as error:
-                yield {**common, "arm": arm, "arithmetic": None, "boundary": NOT_RUN, "reason": str(error)}
+                strategy = make_strategy(f"{arm}/{arithmetic}", selection, problem, backend)
+                out = strategy(problem, None, lse)
+            except UNSUPPORTED as error:
+                known = {**common, "arm": arm, "arithmetic": arithmetic, "boundary": NOT_RUN}
+                yield {**known, "reason": str(error)}
                 continue
-            for arithmetic in policies:
-                lse = torch.full(problem.q.shape[:2], torch.nan, device=device)
-                try:
-                    strategy = make_strategy(f"{arm}/{arithmetic}", selection, problem, backend)
-                    out = strategy(problem, None, lse)
-                except UNSUPPORTED as error:
-                    known = {**common, "arm": arm, "arithmetic": arithmetic, "boundary": NOT_RUN}
-                    yield {**known, "reason": str(error)}
-                    continue
+            try:
                 if not bool(out.isfinite().all()):
-                    raise CheckFailed(f"{arm}/{arithmetic}: got NaN or infinite outputs, supported: finite")
+                    raise CheckFailed("got NaN or infinite outputs, supported: finite")
                 if arm == BASE:
                     bits[arithmetic] = out
+                errors = _errors_of(out, lse, sampled, exact, exact_lse, peer)
                 same = torch.equal(out, bits[arithmetic]) if arithmetic in bits else None
                 # Orders of queries share one execution, and it keeps their bits (contract, point 7).
                 if same is False and isinstance(strategy, QueryUnion):
-                    raise CheckFailed(f"{arm}/{arithmetic}: got other bits than {BASE}, supported: the same")
-                found = {
-                    **common,
-                    "arm": arm,
-                    "arithmetic": arithmetic,
-                    "boundary": "numerics",
-                    **_against(f"{arm}/{arithmetic}", "", out[sampled], exact),
-                    "lse_error": _lse_error(lse[sampled], exact_lse),
-                    **_against(f"{arm}/{arithmetic}", "peer_", out, peer),
-                    "bits_of_union8": same,
-                }
-                yield found
+                    raise CheckFailed(f"got other bits than {BASE}, supported: the same")
+            except CheckFailed as error:
+                red.append(f"{selection.name}, {kind}, {arm}/{arithmetic}: {error}")
+                continue
+            known = {**common, "arm": arm, "arithmetic": arithmetic, "boundary": "numerics"}
+            yield {**known, **errors, "bits_of_union8": same}
+
+
+def _errors_of(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sampled: torch.Tensor,
+    exact: torch.Tensor,
+    exact_lse: torch.Tensor,
+    peer: torch.Tensor,
+) -> dict[str, Any]:
+    """The part of a row that says how exact an arm is; refuses what is no error but a fault."""
+    errors = {
+        **_against("", out[sampled], exact),
+        "lse_error": _lse_error(lse[sampled], exact_lse),
+        **_against("peer_", out, peer),
+    }
+    # An LSE may be infinite beside a finite one, and a peer NaN where the arm is not.
+    if strange := [name for name, x in errors.items() if x is not None and not math.isfinite(x)]:
+        raise CheckFailed(f"got {strange[0]} {errors[strange[0]]}, supported: finite errors")
+    return errors
 
 
 def _tail(selection: Selection, rows: int | None) -> Selection:
@@ -180,11 +235,11 @@ def _tail(selection: Selection, rows: int | None) -> Selection:
     return selection.tail(min(rows, selection.tail_rows))
 
 
-def _against(arm: str, prefix: str, out: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
+def _against(prefix: str, out: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
     """Errors of rows, None where they read nothing."""
     errors = row_errors(out, reference)
     if bool(errors.isinf().any()):
-        raise CheckFailed(f"{arm}: got non-zero rows, supported: zeros where nothing is read")
+        raise CheckFailed("got non-zero rows, supported: zeros where nothing is read")
     reads = bool(reference.any())
     return {
         f"{prefix}nrms": nrms(out, reference) if reads else None,

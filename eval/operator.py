@@ -15,13 +15,12 @@ import torch
 from rich import box
 from rich.table import Table
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.errors import UnsupportedDeviceError
 from pageweaver.common.problem import AttentionProblem, make_problem
 from pageweaver.common.reference import exact_attention
+from pageweaver.common.selection import Selection
 from pageweaver.eval.arms import (
     Arm,
-    CheckFailed,
     counting_problem,
     fixed_of,
     make_arm,
@@ -32,7 +31,7 @@ from pageweaver.eval.arms import (
     without_arithmetic,
 )
 from pageweaver.eval.baselines import BASELINES
-from pageweaver.eval.output import Report, part_of
+from pageweaver.eval.output import CheckFailed, Report, part_of
 from pageweaver.eval.timing import (
     BOUNDARIES,
     EAGER,

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -58,6 +58,10 @@ EXPECTED_ERRORS = (
 Report = Callable[[float, str], None]
 
 
+class CheckFailed(ValueError):
+    """An arm computes something wrong: no report may follow."""
+
+
 class Console(RichConsole):
     """Falls silent when its reader leaves (`| head`), so that the work ends and its files are written.
 
@@ -80,7 +84,7 @@ def flag(name: str, **settings: Any) -> Any:
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Turn errors that the caller can mend, and Ctrl-C, into one line and an exit code."""
+    """Turn errors that the caller can mend, red checks and Ctrl-C into one line and an exit code."""
     errors = Console(stderr=True)
     try:
         yield
@@ -90,7 +94,7 @@ def reporting_errors() -> Iterator[None]:
     except EXPECTED_ERRORS as error:
         text = " ".join(str(error).split()) or type(error).__name__
         errors.print(Text(f"Error: {text}", style="bold red"), soft_wrap=True)
-        raise typer.Exit(2) from None
+        raise typer.Exit(1 if isinstance(error, CheckFailed) else 2) from None
 
 
 def say(console: RichConsole, text: str) -> None:
@@ -280,6 +284,31 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         atomic_write_bytes(folder / name, data)
 
 
+@contextmanager
+def keeping(rows: Sequence[Mapping[str, Any]], path: Path) -> Iterator[None]:
+    """Write the rows that are finished when an error or Ctrl-C ends the body, and say where they are.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        The body adds to it.
+    path : Path
+        Gets them.
+    """
+    try:
+        yield
+    except BaseException:
+        if rows:
+            write_files(path.parent, {path.name: json_lines(rows)})
+            say(Console(stderr=True), f"Kept {counted(len(rows), 'finished row')} in {path}.")
+        raise
+
+
+def kept_beside(output: Path) -> Path:
+    """The file of the rows that were finished when a run ended early; `output` stays as it was."""
+    return output.with_name(f"{output.name}.partial")
+
+
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
     """One JSON object a line, UTF-8; a NaN or an infinity, which JSON lacks, is an error."""
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
@@ -288,7 +317,11 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
 def png(figure: Figure, source: str | None = None) -> bytes:
     """Render a figure made without pyplot, so that no display is asked for; the file names its `source`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text as PlotText
 
+    # Names of selections may look like formulas.
+    for text in figure.findobj(PlotText):
+        text.set_parse_math(False)
     FigureCanvasAgg(figure)
     buffer = io.BytesIO()
     # No software version in the file: equal figures stay equal bytes.

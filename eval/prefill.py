@@ -26,10 +26,11 @@ from rich.table import Table
 from pageweaver.bridges import transformers as bridge
 from pageweaver.common.reference import nrms
 from pageweaver.common.strategy import available, load
-from pageweaver.eval.output import Report, part_of
+from pageweaver.eval.output import CheckFailed, Report, part_of
 
 BENCH = "prefill"
 TIMED = "pageweaver_timed"
+EAGER = "eager"  # arm of a row of transformers' own attention
 BOUNDARIES = ("indexer", "attention", "rest", "layer")
 SAMPLED_ROWS = 33
 REUSE_QUERIES = 8  # of a group of union8, at 16 query heads a KV head
@@ -193,14 +194,14 @@ def exact_rows(
 
 
 def reuse(blocks: torch.Tensor, pages: int) -> float:
-    """Edges a visit (Eq. 3) of whole groups of `REUSE_QUERIES` neighbours in the first request."""
+    """Edges a visit (Eq. 3) of whole groups of `REUSE_QUERIES` neighbours in the first request; 0 of none."""
     whole = blocks.shape[2] // REUSE_QUERIES * REUSE_QUERIES
     chosen = torch.zeros(blocks.shape[1], whole, pages + 1, dtype=torch.bool, device=blocks.device)
     ids = blocks[0, :, :whole]
     chosen.scatter_(2, torch.where(ids < 0, pages, ids), True)
     chosen = chosen[..., :pages]
-    visits = chosen.unflatten(1, (-1, REUSE_QUERIES)).any(dim=2).sum()
-    return int(chosen.sum()) / int(visits)
+    visits = int(chosen.unflatten(1, (-1, REUSE_QUERIES)).any(dim=2).sum())
+    return int(chosen.sum()) / visits if visits else 0.0
 
 
 def measure(
@@ -246,10 +247,12 @@ def measure(
 
     Raises
     ------
-    ValueError
+    CheckFailed
         An arm's error against float64 is above `MOST_NRMS`.
     MemoryError
         An arm, or the model's own indexer, runs out of device memory.
+    KeyboardInterrupt
+        Ctrl-C; rows of the rounds finished before it have been yielded.
     """
     import transformers
 
@@ -293,45 +296,58 @@ def _measure(
                 raise MemoryError(f"{arm}: a prefill of {case['case']} does not fit")
         error, most = max(prefill.errors), MOST_NRMS[options["fp8_copy"]]
         if not error <= most:
-            raise ValueError(f"{arm}: got NRMS {error:.4f} against float64, supported: at most {most}")
+            raise CheckFailed(f"{arm}: got NRMS {error:.4f} against float64, supported: at most {most}")
         known[arm] = {"path": bridge.paths()[0], "nrms": error, "reuse": statistics.mean(prefill.reuse)}
         known[arm]["peak_bytes"] = torch.cuda.max_memory_allocated() if prompt.is_cuda else None
     prefill.watch.take()
     samples: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for turn in range(rounds):
-        for place in range(len(arms)):
-            arm = list(arms)[(turn + place) % len(arms)]
-            report(0.2 + 0.7 * turn / rounds, f"timing {arm}")
-            with bridge.using(**arms[arm]):
-                prefill.run(prompt, chunk)
-            parts = prefill.watch.take()
-            parts["rest"] = parts["layer"] - parts["indexer"] - parts["attention"]
-            for boundary in BOUNDARIES:
-                samples[arm, boundary].append(parts[boundary] / layers)
+    done, interrupted = 0, False
+    try:
+        for turn in range(rounds):
+            for place in range(len(arms)):
+                arm = list(arms)[(turn + place) % len(arms)]
+                report(0.2 + 0.7 * turn / rounds, f"timing {arm}")
+                with bridge.using(**arms[arm]):
+                    prefill.run(prompt, chunk)
+                parts = prefill.watch.take()
+                parts["rest"] = parts["layer"] - parts["indexer"] - parts["attention"]
+                for boundary in BOUNDARIES:
+                    samples[arm, boundary].append(parts[boundary] / layers)
+            done = turn + 1
+    except KeyboardInterrupt:
+        if done == 0:
+            raise
+        interrupted = True
     for (arm, boundary), milliseconds in samples.items():
-        median = statistics.median(milliseconds)
-        own = {"arm": arm, "boundary": boundary, "median_ms": median, "samples_ms": milliseconds}
-        yield {**case, **own, **known[arm]}
+        finished = milliseconds[:done]
+        own = {"arm": arm, "boundary": boundary, "median_ms": statistics.median(finished)}
+        yield {**case, **own, "samples_ms": finished, **known[arm], "interrupted": interrupted}
+    if interrupted:
+        raise KeyboardInterrupt
     report(0.9, "transformers' eager attention")
     if prompt.is_cuda:
         torch.cuda.empty_cache()
     prefill.model.set_attn_implementation("eager")
     read = prefill.run(prompt, chunk)
     took = prefill.watch.take()["layer"] / layers
-    done = read == tokens
-    own = {"arm": "eager", "boundary": "layer", "median_ms": took if done else None}
-    yield {**case, **own, "out_of_memory": not done, "tokens_read": read}
+    fits = read == tokens
+    own = {"arm": EAGER, "boundary": "layer", "median_ms": took if fits else None}
+    yield {**case, **own, "out_of_memory": not fits, "tokens_read": read}
 
 
 def print_prefill(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     """A line an arm: milliseconds a layer, in parts; last what eager attention did."""
-    *timed, eager = rows
-    table = Table("arm", *BOUNDARIES, "NRMS", "reuse", box=box.SIMPLE, title=f"{eager['case']}: ms a layer")
+    timed = [row for row in rows if row["arm"] != EAGER]
+    table = Table("arm", *BOUNDARIES, "NRMS", "reuse", box=box.SIMPLE, title=f"{rows[0]['case']}: ms a layer")
     for arm in dict.fromkeys(row["arm"] for row in timed):
         own = {row["boundary"]: row for row in timed if row["arm"] == arm}
         milliseconds = [f"{own[boundary]['median_ms']:.2f}" for boundary in BOUNDARIES]
         table.add_row(arm, *milliseconds, f"{own['layer']['nrms']:.2%}", f"{own['layer']['reuse']:.2f}")
     console.print(table)
-    done = f"{eager['tokens_read']:,} of {eager['tokens']:,} tokens"
-    end = "then memory ran out" if eager["out_of_memory"] else f"{eager['median_ms']:.2f} ms a layer, once"
-    console.print(f"Eager attention read {done}: {end}.")
+    # An interrupted case has none.
+    for eager in (row for row in rows if row["arm"] == EAGER):
+        done = f"{eager['tokens_read']:,} of {eager['tokens']:,} tokens"
+        end = (
+            "then memory ran out" if eager["out_of_memory"] else f"{eager['median_ms']:.2f} ms a layer, once"
+        )
+        console.print(f"Eager attention read {done}: {end}.")

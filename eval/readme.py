@@ -59,13 +59,14 @@ def arithmetic_table(runs: Iterable[Run]) -> str:
     runs : iterable of Run
         Of `bench operator`; an arithmetic is taken from the first that has it.
     """
-    found: dict[str, tuple[str, list[Row]]] = {}
+    found: dict[str, tuple[Run, list[Row]]] = {}
     for run in runs:
         for row in run.rows if run.bench == "operator" else []:
             name = row["arm"].partition("/")[0]
             if name == ORIGINAL and row["boundary"] == "complete" and not is_ablation(row["arm"]):
-                held = found.setdefault(row["arithmetic"], (run.name, []))
-                if held[0] == run.name:
+                held = found.setdefault(row["arithmetic"], (run, []))
+                # By identity: two runs may be of one name.
+                if held[0] is run:
                     held[1].append(row)
     cases = [f"{SYNTHETIC}{name}" for name in PRESETS]
     names = " / ".join(f"`{name}`" for name in PRESETS)
@@ -73,10 +74,10 @@ def arithmetic_table(runs: Iterable[Run]) -> str:
         f"| `arithmetic` | caches | NRMS, at most | `{ORIGINAL}`, ms on {names} | rows |",
         "|---|---|---|---|---|",
     ]
-    for arithmetic, (name, rows) in found.items():
+    for arithmetic, (first, rows) in found.items():
         times = {row["case"]: f"{row['median_ms']:.3f}" for row in rows}
         error = number(max((row["nrms"] for row in rows if row["nrms"] is not None), default=None), ".2%")
         caches = "BF16" if rows[0]["kv_dtype"] == "bfloat16" else "FP8"
         shown = " / ".join(times.get(case, "-") for case in cases)
-        lines.append(f'| `"{arithmetic}"` | {caches} | {error} | {shown} | `{name}.jsonl` |')
+        lines.append(f'| `"{arithmetic}"` | {caches} | {error} | {shown} | `{first.name}.jsonl` |')
     return "\n".join(lines)

@@ -32,10 +32,13 @@ def make_page(runs: Sequence[Run]) -> Page:
     Raises
     ------
     ValueError
-        No run.
+        No run, or two of one name, by which plots and tables tell them apart.
     """
     if not runs:
         raise ValueError("rows: got no file, supported: at least one")
+    names = [run.name for run in runs]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"rows: got two runs named {repeated[0]!r}, supported: runs of different names")
     page = Page("")
     kept = _without_repeats(runs)
     repeats = [f"{run.name} (SHA-256 {run.sha256[:DIGITS]})" for run in runs if run not in kept]

@@ -7,10 +7,11 @@ real ones. A workload file says which calls a service makes and how often; total
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pageweaver.common.captures import Selection
 from pageweaver.common.problem import HEAD_DIM, MAX_TOTAL_Q, AttentionProblem
+from pageweaver.common.selection import Selection
 from pageweaver.common.strategy import available
 from pageweaver.common.supports import PRESETS
 from pageweaver.eval.operator import NOT_RUN, case_of, counted_rows, measure_case, number
@@ -125,7 +126,7 @@ def grid(kinds: Sequence[str] = KINDS, quick: bool = False) -> list[Shape]:
 
 
 def read_workload(path: str | os.PathLike[str], most: int | None = None) -> tuple[list[Shape], str]:
-    """Shapes of a workload file, and what of it is left out, in words.
+    """Shapes of a workload file, and what of it is left out, in words; lines of one shape are added up.
 
     Parameters
     ----------
@@ -140,26 +141,34 @@ def read_workload(path: str | os.PathLike[str], most: int | None = None) -> tupl
         A line is no such object, or none has both lengths and a weight. A value of another kind is never
         rounded or left out: the file, the line and the value are named.
     """
-    shapes, weights, count = [], 0.0, 0
+    weights: dict[Shape, float] = {}
+    total, unmeasured = 0.0, 0
     for index, line in enumerate(read_lines("workload", path), 1):
         if not line.strip():
             continue
-        count += 1
         try:
             shape = _read_call(line)
         except ValueError as error:
             raise ValueError(f"workload: got {path}, whose line {index} {error}") from error
-        weights += shape.weight
+        total += shape.weight
         if shape.weight and shape.query_lens and shape.prefix_lens:
-            shapes.append(shape)
+            # Lines of one shape are one call: rows would differ in nothing, and totals take one of them.
+            calls = replace(shape, weight=0.0)
+            weights[calls] = weights.get(calls, 0.0) + shape.weight
+        else:
+            unmeasured += 1
+    if not math.isfinite(total):
+        raise ValueError(f"workload: got {path}, supported: representative_weights whose sum is finite")
+    shapes = [replace(calls, weight=weight) for calls, weight in weights.items()]
     if not shapes:
         raise ValueError(f"workload: got {path}, supported: calls with lengths and representative_weight")
     shapes = sorted(shapes, key=lambda shape: -shape.weight)[:most]
     covered = sum(shape.weight for shape in shapes)
+    count = len(weights) + unmeasured
     name = Path(path).name
     source = f" ({SOURCES[name]})" if name in SOURCES else ""
     return shapes, (
-        f"{name}{source}: {len(shapes)} of {count} call shapes, {covered:,.0f} of {weights:,.0f} calls;"
+        f"{name}{source}: {len(shapes)} of {count} call shapes, {covered:,.0f} of {total:,.0f} calls;"
         " left out: rows that lack the lengths of each request, or a weight"
         + ("" if most is None else f", and all but the {most} heaviest")
     )

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pageweaver.common.captures import Selection, parse_capture_name, resolve_selection
+from pageweaver.common.captures import parse_capture_name, resolve_selection
 from pageweaver.common.problem import selection_support
+from pageweaver.common.selection import Selection
 from pageweaver.eval.output import BLUE, GREY, ORANGE, Report
 
 if TYPE_CHECKING:

@@ -18,11 +18,12 @@ if find_spec("pageweaver.strategies") is None:
     )
 
 import pageweaver.strategies  # noqa: F401  (registers the strategies)
-from pageweaver.common.captures import Selection, load_selections, resolve_selection
+from pageweaver.common.captures import load_selections, resolve_selection
 from pageweaver.common.errors import UnsupportedDeviceError
 from pageweaver.common.op import split_scale
 from pageweaver.common.problem import DEFAULT_SOFTMAX_SCALE, AttentionProblem, make_problem
 from pageweaver.common.reference import exact_attention
+from pageweaver.common.selection import Selection
 from pageweaver.common.strategy import Schedule, Strategy, Workspace, available, load
 from pageweaver.common.work import WorkReport
 from pageweaver.strategies.regroup.offline import OfflineIds, search

@@ -1,7 +1,7 @@
 """The command line: arguments, errors and exit codes; what the commands do lies in ``pageweaver.eval``.
 
-Exit codes: 0 done, 1 `doctor` found the CPU path unusable, 2 an error that is the caller's to mend (one red
-line), 130 interrupted.
+Exit codes: 0 done, 1 a red check (an arm computes something wrong, or `doctor` found the CPU path unusable),
+2 an error that is the caller's to mend (one red line), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -131,10 +131,13 @@ def compare(
         raise pageweaver.UnsupportedDeviceError(
             "device: got cuda, but torch sees no GPU; `pageweaver doctor` says why"
         )
-    files.check_folder(output, "compare.jsonl", "compare.png")
+    kept = files.kept_beside(output / "compare.jsonl")
+    files.check_folder(output, "compare.jsonl", "compare.png", kept.name)
     found = [s for word in selections or [default_captures()] for s in pageweaver.resolve_selection(word)]
-    done = []
-    with progress_bar(console) as report:
+    origin = files.provenance(place)
+    done: list[comparing.Comparison] = []
+    lines: list[dict[str, Any]] = []
+    with files.keeping(lines, kept), progress_bar(console) as report:
         for index, selection in enumerate(found):
             comparison = comparing.compare_selection(
                 selection,
@@ -145,12 +148,13 @@ def compare(
                 device=place,
                 progress=files.part_of(report, index, len(found)),
             )
+            lines += [{**row, **origin} for row in comparison.rows()]
+            done.append(comparison)
             if index < SHOWN_TABLES:
                 comparing.print_comparison(console, comparison)
-            done.append(comparison)
+        if red := [fault for comparison in done for fault in comparison.red()]:
+            raise files.CheckFailed("; ".join(red))
         report(1.0, "plot")
-        origin = files.provenance(place)
-        lines = [{**row, **origin} for comparison in done for row in comparison.rows()]
         written = {
             "compare.jsonl": files.json_lines(lines),
             "compare.png": files.png(comparing.comparison_figure(done)),

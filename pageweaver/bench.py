@@ -187,7 +187,7 @@ def numerics(
     from pageweaver.eval.inputs import INPUTS
 
     run = Run(checking.BENCH, output, commit, selections or ())
-    kinds = [x.strip() for x in inputs.split(",") if x.strip()]
+    kinds = list(dict.fromkeys(x.strip() for x in inputs.split(",") if x.strip()))
     if not kinds:
         raise ValueError(f"inputs: got {inputs!r}, supported: some of {', '.join(INPUTS)}")
     made = partial(
@@ -241,7 +241,8 @@ def prefill(
         timing.parse_arms(strategies),
         tokens=min(tokens, QUICK_TOKENS) if quick else tokens,
         chunk=chunk,
-        smooths=smooth or [1, 16],
+        # Tables and reports tell prompts apart by what they are.
+        smooths=list(dict.fromkeys(smooth or [1, 16])),
         rounds=QUICK_ROUNDS if quick else rounds,
         seed=seed,
     )
@@ -338,7 +339,7 @@ class Run:
 
     def __post_init__(self) -> None:
         files.check_file(self.output, made=files.RESULTS, reads=self.reads)
-        self._kept = self.output.with_name(f"{self.output.name}.partial")
+        self._kept = files.kept_beside(self.output)
         files.check_file(self._kept, made=files.RESULTS, reads=self.reads)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -369,22 +370,22 @@ class Run:
                 shown = len(self.rows)
 
         try:
-            with progress_bar(self.console) as report:
-                for row in made(header=self.header(), device=self.device, report=report):
-                    if self.rows and row["case"] != self.rows[-1]["case"]:
-                        show_finished()
-                    self._check(row)
-                    self.rows.append(row)
-                show_finished()
-            if not self.rows:
-                raise ValueError("rows: got none, supported: at least one selection, or shape, and arm")
+            # Rows are written before they are shown: showing them may fail too.
+            with files.keeping(self.rows, self._kept):
+                with progress_bar(self.console) as report:
+                    for row in made(header=self.header(), device=self.device, report=report):
+                        if self.rows and row["case"] != self.rows[-1]["case"]:
+                            show_finished()
+                        self._check(row)
+                        self.rows.append(row)
+                    show_finished()
+                if not self.rows:
+                    raise ValueError("rows: got none, supported: at least one selection, or shape, and arm")
+                written = {self.output.name: files.json_lines(self.rows)}
+                files.write_files(self.output.parent, written)
         except BaseException:
-            if self.rows:
-                self._write(self._kept)  # before anything that may fail too
-                show_finished()
-                say(Console(stderr=True), f"Kept {counted(len(self.rows), 'finished row')} in {self._kept}.")
+            show_finished()
             raise
-        self._write(self.output)
         return self.rows
 
     @staticmethod
@@ -395,9 +396,6 @@ class Run:
         except ValueError as error:
             place = f"{row['case']}, {row.get('arm')}"
             raise ValueError(f"rows: got one of {place} that JSON lacks ({error})") from error
-
-    def _write(self, path: Path) -> None:
-        files.write_files(path.parent, {path.name: files.json_lines(self.rows)})
 
     def close(self, note: str | None = None, is_timed: bool = True) -> None:
         """Say what was written; `is_timed`: whether a CUDA device would have given times."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-pytest.register_assert_rewrite("tests.helpers")
+pytest.register_assert_rewrite("tests.helpers", "tests.report_rows")
 
 from .helpers import REFERENCE_TARGETS, Target  # noqa: E402  (after its asserts were registered)
 

@@ -207,6 +207,18 @@ def test_finished_rows_outlive_what_shows_them(tmp_path: Path) -> None:
     assert json_rows(tmp_path / "o.partial") == rows[:1]
 
 
+def test_rows_outlive_an_output_that_was_taken_meanwhile(tmp_path: Path) -> None:
+    output = tmp_path / "o"
+
+    def made(**_: Any) -> Iterator[Row]:
+        yield {"case": "a", "arm": "x"}
+        output.mkdir()
+
+    with pytest.raises(OSError, match="directory"):
+        bench.Run("operator", output, None).collect(made)
+    assert json_rows(tmp_path / "o.partial") == [{"case": "a", "arm": "x"}]
+
+
 def test_rows_that_cannot_be_written_are_none(tmp_path: Path) -> None:
     rows: list[Row] = [{"case": "a", "arm": "x"}, {"case": "a", "arm": "y", "nrms": float("nan")}]
     with pytest.raises(ValueError, match="rows: got one of a, y that JSON lacks"):

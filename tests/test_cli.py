@@ -228,8 +228,8 @@ def test_errors_are_one_line(words: str, message: str, selection_file: Path, tmp
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_names_that_look_like_markup(tmp_path: Path) -> None:
-    name = "[red]x [/bold]"
+@pytest.mark.parametrize("name", ["[red]x [/bold]", r"x$\frac$"])
+def test_names_that_look_like_markup(name: str, tmp_path: Path) -> None:
     save_selections(tmp_path / "s.st", [replace(preset("mid", total_q=16, prefix=512), name=name)])
     for words in ("bench operator s.st --strategies union8 --output o.jsonl", "compare s.st", "survey s.st"):
         done = run(*words.split(), cwd=tmp_path, env=environment(COLUMNS="150"))
@@ -251,6 +251,29 @@ def test_reader_that_leaves(selection_file: Path, tmp_path: Path) -> None:
         assert process.wait(timeout=120) == 0
     written = {p.name for p in (tmp_path / "results" / "compare").iterdir()}
     assert written == {"compare.jsonl", "compare.png"}
+
+
+def test_rows_outlive_a_full_output(selection_file: Path, tmp_path: Path) -> None:
+    """Nobody sees the tables of an output that takes no byte; what was computed is on disk."""
+    words = ("compare", selection_file, "--strategies", "union8", "--rows", "8", "--output", "out")
+    for command, kept in (
+        (words, Path("out") / "compare.jsonl.partial"),
+        (("bench", "operator", selection_file, "--output", "o.jsonl"), Path("o.jsonl.partial")),
+    ):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [SCRIPT, *map(str, command)],
+                cwd=tmp_path,
+                env=environment(),
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=240,
+            )
+        assert done.returncode == 2
+        rows = json_rows(tmp_path / kept)
+        said = f"Kept {len(rows)} finished row{'s' if len(rows) > 1 else ''} in {kept}.\nError: [Errno 28]"
+        assert rows and done.stderr.startswith(said)
 
 
 @contextmanager
@@ -302,8 +325,13 @@ def test_ctrl_c_leaves_files_as_they_were(selection_file: Path, tmp_path: Path) 
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors == "Interrupted; no file was left half-written.\n"
-    assert [p.name for p in out.iterdir()] == ["compare.jsonl"]
+    kept = out / "compare.jsonl.partial"
+    finished = len(pw.available())
+    assert errors == (
+        f"Kept {finished} finished rows in {kept}.\nInterrupted; no file was left half-written.\n"
+    )
+    assert sorted(p.name for p in out.iterdir()) == ["compare.jsonl", kept.name]
+    assert [row["strategy"] for row in json_rows(kept)] == list(pw.available())
     assert (out / "compare.jsonl").read_text() == "old\n"
 
 

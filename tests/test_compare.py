@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 import pageweaver as pw
+from pageweaver.__main__ import app
+from pageweaver.common.captures import save_selections
 from pageweaver.common.reference import nrms
 from pageweaver.common.supports import preset, streams, uniform
 from pageweaver.eval import compare, output
@@ -144,6 +147,30 @@ def test_refuses() -> None:
     odd = pw.Selection("odd", np.zeros((1, 2, 4)).astype(int), np.array([0, 2]), np.array([9]), page_size=100)
     with pytest.raises(ValueError, match="page_size"):
         compare_selection(odd, ["union4"])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_error_that_is_not_finite_is_a_red_check(
+    value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The strategy is named with its selection, and the rows of the others are kept."""
+    inner = compare._Yardstick.error
+    monkeypatch.setattr(
+        compare._Yardstick,
+        "error",
+        lambda self, name, backend: value if name == "union4" else inner(self, name, backend),
+    )
+    selections = [renamed(preset("mid", total_q=40, prefix=1024), name) for name in ("a", "b")]
+    save_selections(tmp_path / "two.safetensors", selections)
+    out = tmp_path / "out"
+    words = ["compare", str(tmp_path / "two.safetensors"), "--strategies", "union4,union8"]
+    result = CliRunner().invoke(app, [*words, "--rows", "8", "--output", str(out)], env={"COLUMNS": "80"})
+    assert result.exit_code == 1, result.output
+    failed = [f"{name}, union4: got NRMS {value}, supported: finite" for name in ("a", "b")]
+    assert f"Error: {'; '.join(failed)}\n" in result.output
+    assert [path.name for path in out.iterdir()] == ["compare.jsonl.partial"]
+    rows = [json.loads(line) for line in (out / "compare.jsonl.partial").read_text().splitlines()]
+    assert [(row["selection"], row["strategy"]) for row in rows] == [("a", "union8"), ("b", "union8")]
 
 
 def test_progress_goes_up_to_the_last_step() -> None:

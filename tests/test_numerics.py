@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pageweaver.common.supports import preset, streams
 from pageweaver.eval import numerics
 from pageweaver.eval.arms import sample_rows
 from pageweaver.eval.inputs import E4M3_MAX, INPUTS, draw_problem
+from pageweaver.eval.output import CheckFailed
 from pageweaver.strategies.query_union import Union8
 
 CPU = torch.device("cpu")
@@ -162,16 +164,81 @@ def test_nan_is_a_red_check(selection: pw.Selection, monkeypatch: pytest.MonkeyP
         measured(selection, ["union8"], ["normal"], rows=8)
 
 
+@pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
+def test_an_lse_of_another_kind_is_a_red_check(
+    value: float, selection: pw.Selection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arm is named with its case, and what the others gave is written."""
+    inner = Union8._execute
+
+    def broken(self: Any, problem: Any, schedule: Any, out: torch.Tensor, lse: Any) -> None:
+        inner(self, problem, schedule, out, lse)
+        if self.name == "union8" and self.arithmetic == "fp8":
+            lse[3, 2] = value
+
+    monkeypatch.setattr("pageweaver.strategies.query_union.QueryUnion._execute", broken)
+    path, output = tmp_path / "one.safetensors", tmp_path / "rows.jsonl"
+    save_selections(path, [selection])
+    words = ["bench", "numerics", str(path), "--strategies", "union4,union8", "--rows", "8"]
+    words += ["--inputs", "normal,heavy", "--output", str(output)]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+    assert result.exit_code == 1, result.output
+    got = "nan" if math.isnan(value) else "inf"
+    failed = [
+        f"{selection.name}.tail8, {kind}, union8/fp8: got lse_error {got}, supported: finite errors"
+        for kind in ("normal", "heavy")
+    ]
+    assert f"Error: {'; '.join(failed)}\n" in result.output
+    assert not output.exists()
+    rows = [json.loads(line) for line in Path(f"{output}.partial").read_text().splitlines()]
+    policies = pw.load("union8").capabilities["reference"].arithmetics[FP8]
+    found = {(row["inputs"], row["arm"], row["arithmetic"]) for row in rows}
+    assert found == {
+        (kind, arm, policy)
+        for kind in ("normal", "heavy")
+        for arm in ("union4", "union8")
+        for policy in policies
+        if (arm, policy) != ("union8", "fp8")
+    }
+    # Outputs are union8's all the same.
+    assert all(row["bits_of_union8"] for row in rows)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
+def test_red_checks_are_told_where_a_run_is_stopped(
+    stop: type[BaseException], selection: pw.Selection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, draw = Union8._execute, numerics.draw_problem
+
+    def broken(self: Any, problem: Any, schedule: Any, out: torch.Tensor, lse: Any) -> None:
+        inner(self, problem, schedule, out, lse)
+        if self.name == "union8":
+            lse[3, 2] = torch.inf
+
+    def stopping(kind: str, *given: Any, **options: Any) -> Any:
+        if kind == "heavy":
+            raise stop
+        return draw(kind, *given, **options)
+
+    monkeypatch.setattr("pageweaver.strategies.query_union.QueryUnion._execute", broken)
+    monkeypatch.setattr(numerics, "draw_problem", stopping)
+    with pytest.raises(
+        CheckFailed, match=f"union8/fp8: got lse_error inf.*; then stopped by {stop.__name__}"
+    ):
+        measured(selection, ["union8"], ["normal", "heavy"], rows=8)
+
+
 def test_command_and_table(tmp_path: Path) -> None:
     several = streams(query_lens=[30, 20], prefix_lens=[700, 1000], num_kv_heads=2, topk=6, seed=1)
     path = tmp_path / "two.safetensors"
     save_selections(path, [several])
     words = ["bench", "numerics", str(path), "--strategies", "union8,union4,page_union", "--rows", "10"]
-    words += ["--inputs", "heavy", "--output", str(tmp_path / "rows.jsonl")]
+    words += ["--inputs", "heavy,heavy", "--output", str(tmp_path / "rows.jsonl")]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert {row["case"] for row in rows} == {f"{several.name}.tail10"}
+    assert len({(row["arm"], row["arithmetic"]) for row in rows}) == len(rows)  # a kind named twice runs once
     assert "union8, union4" in result.output and "page_union" in result.output
     console = Console(width=80, record=True, file=io.StringIO())
     numerics.print_numerics(console, rows)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from typer.testing import CliRunner
 
 from . import minimax_m3 as m3
 
 if reason := m3.why_not():
     pytest.skip(reason, allow_module_level=True)
 
+from pageweaver.__main__ import app
+from pageweaver.bench import Run
 from pageweaver.bridges import transformers as bridge
 from pageweaver.eval import prefill
+from pageweaver.eval.output import CheckFailed
 
 
 @pytest.fixture(autouse=True)
@@ -24,19 +31,21 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     bridge.register()
 
 
-def measured(report: Any = lambda *_: None, arms: str = "per_query,union8") -> list[dict[str, Any]]:
+def measuring(report: Any, arms: str = "per_query,union8") -> Iterator[dict[str, Any]]:
     config = m3.build(num_hidden_layers=2, layer_types=["minimax_m3_sparse"] * 2).config
     options = {"tokens": 400, "chunk": 256, "rounds": 2, "device": torch.device("cpu"), "seed": 0}
-    return list(
-        prefill.measure(
-            config,
-            prefill.parse_arms(arms),
-            smooths=[1, 40],
-            header={"schema": "x"},
-            report=report,
-            **options,
-        )
+    return prefill.measure(
+        config,
+        prefill.parse_arms(arms),
+        smooths=[1, 40],
+        header={"schema": "x"},
+        report=report,
+        **options,
     )
+
+
+def measured(report: Any = lambda *_: None, arms: str = "per_query,union8") -> list[dict[str, Any]]:
+    return list(measuring(report, arms))
 
 
 def test_rows() -> None:
@@ -58,6 +67,46 @@ def test_rows() -> None:
             assert 0 < own["attention"]["nrms"] < prefill.MOST_NRMS[False]
             assert 1 < own["attention"]["reuse"] < 8
         assert eager["tokens_read"] == 400 and eager["out_of_memory"] is False and eager["median_ms"] > 0
+
+
+@pytest.mark.parametrize(("stopped", "finished"), [(2, 0), (3, 1), (5, None)])
+def test_ctrl_c_keeps_finished_rounds(stopped: int, finished: int | None, tmp_path: Path) -> None:
+    """In the first round there is nothing to keep; later, also where eager attention runs, there is."""
+    told: list[str] = []
+
+    def report(_: float, text: str) -> None:
+        told.extend([text] if text.startswith(("timing", "transformers")) else [])
+        if len(told) == stopped:
+            raise KeyboardInterrupt
+
+    def made(**_: Any) -> Iterator[dict[str, Any]]:
+        return measuring(report)
+
+    console = Console(width=100, record=True, file=io.StringIO())
+    run = Run("prefill", tmp_path / "o", None, console=console)
+    with pytest.raises(KeyboardInterrupt):
+        run.collect(made, prefill.print_prefill)
+    rows = run.rows
+    assert len(rows) == (2 * 4 if finished != 0 else 0) == (tmp_path / "o.partial").exists() * 8
+    assert all(len(row["samples_ms"]) == (finished or 2) for row in rows)
+    assert all(row["interrupted"] is (finished is not None) for row in rows)
+    text = console.export_text()
+    assert ("union8" in text) == (finished != 0) and "Eager attention" not in text
+
+
+def test_a_prompt_named_twice_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def noted(*_: Any, smooths: list[int], **__: Any) -> Iterator[dict[str, Any]]:
+        given.extend(smooths)
+        return iter(())
+
+    monkeypatch.setattr(prefill, "measure", noted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("pageweaver.eval.output.provenance", lambda _: {})
+    words = ["bench", "prefill", "--smooth", "4", "--smooth", "1", "--smooth", "4"]
+    CliRunner().invoke(app, [*words, "--output", str(tmp_path / "o")])
+    assert given == [4, 1]
 
 
 def test_copy_in_fp8_is_an_arm() -> None:
@@ -84,7 +133,7 @@ def test_red_check_stops_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that misses the scale is refused."""
     right = prefill.exact_rows
     monkeypatch.setattr(prefill, "exact_rows", lambda *given: 2 * right(*given))
-    with pytest.raises(ValueError, match=r"per_query: got NRMS 0\.5"):
+    with pytest.raises(CheckFailed, match=r"per_query: got NRMS 0\.5"):
         measured()
 
 
@@ -115,6 +164,7 @@ def test_reuse() -> None:
     blocks[0, 0, :8, :2] = torch.tensor([4, 1])
     blocks[0, 0, 8:, 0] = torch.arange(8)
     assert prefill.reuse(blocks, 9) == (16 + 8) / (2 + 8)
+    assert prefill.reuse(blocks[:, :, :7], 9) == 0  # a last chunk of a few tokens
 
 
 def test_real_widths() -> None:

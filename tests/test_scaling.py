@@ -75,6 +75,23 @@ def test_workloads_are_read_with_their_weights(workload: Path) -> None:
     assert [s.weight for s in shapes] == [10.0] and note.endswith("all but the 1 heaviest")
 
 
+def test_lines_of_one_shape_are_one(workload: Path) -> None:
+    """Totals go by shape: of two lines one alone would count."""
+    again = [{**workload_rows()[0], "representative_weight": 9}, *workload_rows()[2:]]
+    workload.write_text(workload.read_text() + "".join(json.dumps(row) + "\n" for row in again))
+    shapes, note = read_workload(workload)
+    assert [(s.query_lens, s.weight) for s in shapes] == [((40,), 12.0), ((10, 30), 10.0)]
+    # Those that tell no lengths may be anything.
+    assert note.startswith("calls.jsonl: 2 of 6 call shapes, 22 of 32 calls")
+
+
+def test_weights_beyond_any_number_are_refused(workload: Path) -> None:
+    rows = [{**row, "representative_weight": 1e308} for row in workload_rows()[:2]]
+    workload.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"workload: got .*calls.jsonl, supported: .* whose sum is finite"):
+        read_workload(workload)
+
+
 @pytest.mark.parametrize(
     "line",
     [
