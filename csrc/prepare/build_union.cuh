@@ -36,12 +36,20 @@ __device__ inline Span span_of(const PrepareParams& p, int request, int unit, in
     return {first, max(first, min(min(first + length, p.cu_seqlens_q[request + 1]), p.total_q))};
 }
 
-// The page that a query of `request` selected in a column, -1 where it is none or starts after the query.
-__device__ inline int visible_page(const PrepareParams& p, int head, int request, int query, int column) {
+// What a query's position is above its row.
+__device__ __forceinline__ int64_t position_shift(const PrepareParams& p, int request) {
+    return int64_t{p.seqused_k[request]} - p.cu_seqlens_q[request + 1];
+}
+
+// The page that a query selected in a column, -1 where it is none or starts after the query. Without a
+// branch: several of these wait for memory together.
+__device__ __forceinline__ int visible_page(const PrepareParams& p, int head, int64_t shift, int query,
+                                            int column) {
     const int page =
         p.q2k_indices[head * p.q2k_stride_head + query * p.q2k_stride_row + column * p.q2k_stride_column];
-    const int64_t position = int64_t{query} + p.seqused_k[request] - p.cu_seqlens_q[request + 1];
-    return page >= 0 && page < p.max_pages && int64_t{page} * kPageSize <= position ? page : -1;
+    const bool is_page = static_cast<uint32_t>(page) < static_cast<uint32_t>(p.max_pages);
+    const bool is_visible = int64_t{page} * kPageSize <= query + shift;
+    return is_page & is_visible ? page : -1;
 }
 
 // 32-bit words of shared memory that a warp needs to build a union.
@@ -110,24 +118,37 @@ struct SlotOf {
     __device__ int operator()(int edge) const { return static_cast<int>(__umulhi(edge << 8, reciprocal)); }
 };
 
+// All of a union's preparation that does not ask which queries it is of. Code of these three functions is
+// short on purpose, loops are not unrolled: a warp runs it once.
+__device__ inline void clear_union(const PrepareParams& p, int head, int group, uint32_t* scratch) {
+    const int lane = threadIdx.x % kWarp;
+    const UnionScratch shared(p, scratch);
+    int32_t* const pages_out = p.union_pages + (int64_t{head} * p.max_groups + group) * p.max_union;
+#pragma unroll 1
+    for (int w = lane; w < shared.page_words; w += kWarp) shared.bitmap[w] = 0;
+#pragma unroll 1
+    for (int i = lane; i < shared.mask_total; i += kWarp) shared.masks[i] = 0;
+#pragma unroll 1
+    for (int r = lane; r < p.max_union; r += kWarp) pages_out[r] = -1;
+    __syncwarp();
+}
+
 // Reads the pages of a group of `slots` slots and makes the bitmap of their union; page_of(slot, column) is a
-// page or -1. Code of these two functions is short on purpose, loops are not unrolled: a warp runs it once.
+// page or -1.
 template <typename PageOf>
-__device__ void collect_pages(const PrepareParams& p, int slots, uint32_t* scratch, const PageOf& page_of) {
+__device__ void collect_pages(const PrepareParams& p, const SlotOf& slot_of, int slots, uint32_t* scratch,
+                              const PageOf& page_of) {
     constexpr int kLoads = 4;  // in flight
     const int lane = threadIdx.x % kWarp, edges = slots * p.topk;
     const UnionScratch shared(p, scratch);
-    const SlotOf slot_of(p.topk);
-#pragma unroll 1
-    for (int w = lane; w < shared.page_words; w += kWarp) shared.bitmap[w] = 0;
-    __syncwarp();
 #pragma unroll 1
     for (int base = 0; base < edges; base += kLoads * kWarp) {
         int loaded[kLoads];
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-            const int edge = base + i * kWarp + lane, slot = slot_of(edge);
-            loaded[i] = edge < edges ? page_of(slot, edge - slot * p.topk) : -1;
+            // Past the end the last one again: a branch here would have each load wait for the one before.
+            const int edge = min(base + i * kWarp + lane, edges - 1), slot = slot_of(edge);
+            loaded[i] = page_of(slot, edge - slot * p.topk);
         }
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
@@ -144,17 +165,15 @@ __device__ inline void count_size(const PrepareParams& p, int rounds) {
 }
 
 // Writes the union of the group whose pages the warp has collected; returns its rounds (Eq. 4).
-__device__ inline int write_union(const PrepareParams& p, int head, int group, int slots, uint32_t* scratch) {
+__device__ inline int write_union(const PrepareParams& p, const SlotOf& slot_of, int head, int group,
+                                  int slots, uint32_t* scratch) {
     const int lane = threadIdx.x % kWarp, edges = slots * p.topk;
     const UnionScratch shared(p, scratch);
-    const SlotOf slot_of(p.topk);
     uint32_t* const masks = shared.masks;
     const int mask_total = shared.mask_total;
     const int64_t unit = int64_t{head} * p.max_groups + group;
     int32_t* const pages_out = p.union_pages + unit * p.max_union;
     uint32_t* const masks_out = p.union_masks + unit * mask_total;
-#pragma unroll 1
-    for (int i = lane; i < mask_total; i += kWarp) masks[i] = 0;
     int count = 0;
 #pragma unroll 1
     for (int base = 0; base < shared.page_words; base += kWarp) {
@@ -180,8 +199,6 @@ __device__ inline int write_union(const PrepareParams& p, int head, int group, i
     __syncwarp();
 #pragma unroll 1
     for (int i = lane; i < mask_total; i += kWarp) masks_out[i] = masks[i];
-#pragma unroll 1
-    for (int r = count + lane; r < p.max_union; r += kWarp) pages_out[r] = -1;
 
     int rounds = 0;
 #pragma unroll 1

@@ -57,7 +57,14 @@ __device__ void order_units(const PrepareParams& p) {
                 static_cast<int32_t>(unit);
 }
 
-__global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, int claimers, PageRange range) {
+// A load that stands where it is written, and waits where its value is used.
+__device__ __forceinline__ int load(const int32_t* address) {
+    int value;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(address));
+    return value;
+}
+
+__global__ void __launch_bounds__(kThreads, 4) pack_values(PrepareParams p, int claimers, PageRange range) {
     grid_dependency_launch();  // what follows sets up meanwhile, and waits for this kernel before it reads
     // That the kernel before let this one start says nothing about what is seen of its marks: an acquired
     // count of its CTAs does. One that is not full yet, or cleared again, leaves the wait for all of it.
@@ -78,6 +85,9 @@ __global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, int cla
         const int64_t index = int64_t{head} * p.batch_size * p.max_pages + at;
         const int page = static_cast<int>(at % p.max_pages);
         const int request = static_cast<int>(at / p.max_pages);
+        // The call's own tensors: on their way beside the mark.
+        const int64_t physical = load(p.page_table + request * p.page_table_stride + page);
+        const int valid = min(load(p.seqused_k + request) - page * kPageSize, kPageSize);
         // Where there is room for all pages of all requests, a page's slot is its index; else slots are
         // numbered as pages turn up. No more are marked than there are edges, so a number stays in the
         // buffer.
@@ -97,39 +107,47 @@ __global__ void __launch_bounds__(kThreads) pack_values(PrepareParams p, int cla
             packed = p.packed_slots[index];
         }
         if (packed < 0) continue;
-        const int64_t physical = p.page_table[request * p.page_table_stride + page];
         const uint8_t* source = p.v_cache + physical * p.v_stride_page + head * p.v_stride_head;
-        const int valid = min(p.seqused_k[request] - page * kPageSize, kPageSize);
 
-        // Each thread transposes 4 x 4 bytes: 4 tokens of one k quad, 4 neighbouring d.
-        for (int block = threadIdx.x; block < kPackedPageBytes / 16; block += kThreads) {
-            const int c = block % 4, d = block / 4 % 32 * 4, sixteen = block / 128;
-            uint32_t rows[4];
+        // Each thread transposes 4 x 4 bytes, 4 tokens of one k quad and 4 neighbouring d, in each 32 tokens.
+        // All of the page is asked for at once.
+        constexpr int kBlocks = kPageSize / 32;
+        static_assert(kBlocks * kThreads * 16 == kPackedPageBytes);
+        const int c = threadIdx.x % 4, d = threadIdx.x / 4 % 32 * 4, half = threadIdx.x / 128;
+        const int first = 16 * half + 2 * c;
+        source += first * p.v_stride_token + d;
+        uint32_t rows[kBlocks][4];
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k)
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
-                const int token = sixteen * 16 + 8 * (b / 2) + 2 * c + b % 2;
-                rows[b] = token < valid
-                              ? *reinterpret_cast<const uint32_t*>(source + token * p.v_stride_token + d)
-                              : 0u;
+                const int token = 32 * k + 8 * (b / 2) + b % 2;
+                rows[k][b] = first + token < valid
+                                 ? *reinterpret_cast<const uint32_t*>(source + token * p.v_stride_token)
+                                 : 0u;
             }
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k) {
             // Interleave bytes of token pairs, then pairs of pairs.
-            const uint32_t low01 = __byte_perm(rows[0], rows[1], 0x5140);
-            const uint32_t high01 = __byte_perm(rows[0], rows[1], 0x7362);
-            const uint32_t low23 = __byte_perm(rows[2], rows[3], 0x5140);
-            const uint32_t high23 = __byte_perm(rows[2], rows[3], 0x7362);
+            const uint32_t low01 = __byte_perm(rows[k][0], rows[k][1], 0x5140);
+            const uint32_t high01 = __byte_perm(rows[k][0], rows[k][1], 0x7362);
+            const uint32_t low23 = __byte_perm(rows[k][2], rows[k][3], 0x5140);
+            const uint32_t high23 = __byte_perm(rows[k][2], rows[k][3], 0x7362);
             const uint32_t columns[4] = {__byte_perm(low01, low23, 0x5410), __byte_perm(low01, low23, 0x7632),
                                          __byte_perm(high01, high23, 0x5410),
                                          __byte_perm(high01, high23, 0x7632)};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int row = packed_row_of(d + i), chunk = sixteen ^ (row % 8);
+                const int row = packed_row_of(d + i), chunk = (2 * k + half) ^ (row % 8);
                 *reinterpret_cast<uint32_t*>(tile + row * kPageSize + chunk * 16 + 4 * c) = columns[i];
             }
         }
         __syncthreads();
         uint4* target = reinterpret_cast<uint4*>(p.packed_v + int64_t{packed} * kPackedPageBytes);
-        for (int i = threadIdx.x; i < kPackedPageBytes / 16; i += kThreads)
-            target[i] = reinterpret_cast<const uint4*>(tile)[i];
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k)
+            target[threadIdx.x + k * kThreads] =
+                reinterpret_cast<const uint4*>(tile)[threadIdx.x + k * kThreads];
         __syncthreads();
     }
 }

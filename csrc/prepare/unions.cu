@@ -89,6 +89,7 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
     const bool is_live = exists && group < p.counters[kLiveGroups];
     if (exists && !is_live) clear_group(p, head, group, lane);
     if (lane == 0) requests[warp] = -1;
+    const SlotOf slot_of(p.topk);
     int slots = 0;
     if (is_live) {
         const int request = request_of(p.group_starts, p.batch_size, group);
@@ -97,10 +98,12 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
         slots = span.last - span.first;
         if (head == 0 && lane == 0) note_group(p, group, request, span);
         if (lane == 0) requests[warp] = int64_t{head} * p.batch_size + request;
-        collect_pages(p, slots, scratch, [&](int slot, int column) {
+        clear_union(p, head, group, scratch);
+        const int64_t shift = position_shift(p, request);
+        collect_pages(p, slot_of, slots, scratch, [&](int slot, int column) {
             const int at = span.first + slot;
             const int query = p.query_ids ? p.query_ids[int64_t{head} * p.total_q + at] : at;
-            return visible_page(p, head, request, query, column);
+            return visible_page(p, head, shift, query, column);
         });
     }
     __syncthreads();
@@ -123,7 +126,7 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
     __syncthreads();
     pages_are_marked(p, threadIdx.x == 0);
     if (!is_live) return;
-    const int rounds = write_union(p, head, group, slots, scratch);
+    const int rounds = write_union(p, slot_of, head, group, slots, scratch);
     if (lane == 0) count_size(p, rounds);
 }
 

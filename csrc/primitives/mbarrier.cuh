@@ -23,6 +23,16 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// The same in threads where `arrives` is true, without a branch.
+__device__ __forceinline__ void mbarrier_arrive_if(uint32_t barrier, bool arrives) {
+    asm volatile(
+        "{\n.reg .pred arrives;\n"
+        "setp.ne.u32 arrives, %1, 0;\n"
+        "@arrives mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
+        "r"(static_cast<uint32_t>(arrives))
+        : "memory");
+}
+
 // Arrives at the barrier of the same offset in a CTA of the cluster.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t cta_rank) {
     asm volatile(
