@@ -36,6 +36,14 @@ __device__ inline Span span_of(const PrepareParams& p, int request, int unit, in
     return {first, max(first, min(min(first + length, p.cu_seqlens_q[request + 1]), p.total_q))};
 }
 
+// Brings the ids that these threads' rows selected, a row a thread, from memory to L2, while it is still on
+// its way which rows they are: of all CTAs together they are those of the call.
+__device__ __forceinline__ void prefetch_ids(const PrepareParams& p, int64_t head, int64_t row) {
+    if (head < p.num_kv_heads && row < p.total_q)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.q2k_indices + head * p.q2k_stride_head +
+                                                      row * p.q2k_stride_row));
+}
+
 // What a query's position is above its row.
 __device__ __forceinline__ int64_t position_shift(const PrepareParams& p, int request) {
     return int64_t{p.seqused_k[request]} - p.cu_seqlens_q[request + 1];

@@ -80,11 +80,13 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(PrepareParams p) {
 __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PrepareParams p) {
     extern __shared__ uint32_t shared_words[];
     __shared__ int64_t requests[kUnionWarps];  // of a KV head, of each warp's group
-    grid_dependency_wait();
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     const int64_t unit = int64_t{blockIdx.x} * warps + warp, words = union_words(p);
     uint32_t* const scratch = shared_words + warp * words;
     const int head = static_cast<int>(unit / p.max_groups), group = static_cast<int>(unit % p.max_groups);
+    const int group_length = p.queries_per_tile * p.tiles_per_group;
+    if (lane < group_length) prefetch_ids(p, head, int64_t{group} * group_length + lane);
+    grid_dependency_wait();
     const bool exists = unit < int64_t{p.num_kv_heads} * p.max_groups;
     const bool is_live = exists && group < p.counters[kLiveGroups];
     if (exists && !is_live) clear_group(p, head, group, lane);
@@ -93,8 +95,7 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
     int slots = 0;
     if (is_live) {
         const int request = request_of(p.group_starts, p.batch_size, group);
-        const Span span =
-            span_of(p, request, group - p.group_starts[request], p.queries_per_tile * p.tiles_per_group);
+        const Span span = span_of(p, request, group - p.group_starts[request], group_length);
         slots = span.last - span.first;
         if (head == 0 && lane == 0) note_group(p, group, request, span);
         if (lane == 0) requests[warp] = int64_t{head} * p.batch_size + request;

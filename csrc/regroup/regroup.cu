@@ -17,8 +17,8 @@
 //
 // Where the call may choose (window_choices), three warps search a window of 128 and its two halves at once.
 // A search that gains nothing in its first slots gives up, and that of the window half way too, unless what
-// it gains is worth holding up the call. Unions are built in the window's own order as it is found; that of
-// its halves or the original one takes its place where it gave up or has far more rounds (Eq. 4).
+// it gains is worth holding up the call. Unions are built in the order of the halves as it is found, then in
+// the window's own where that goes on, and again where another has far fewer rounds (Eq. 4).
 //
 // Shared memory: overlaps 32 KiB (window 128, topk 16; up to 64), pages 10 KiB, table 16 bytes a page, reused
 // as scratch of the unions. Pages beyond what the table holds are taken in further passes.
@@ -84,11 +84,15 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     const int table_stride = capacity + 1;  // the last page stands for all that are not in the table
     __shared__ uint32_t whole_rows[kWindow];
     __shared__ uint8_t orders[kChoices][kWindow];
-    __shared__ uint64_t found[kWarps<kWindow>];  // barriers: the window's own order has this group
-    __shared__ int rounds[kChoices], group_rounds[kWarps<kWindow>], sampled_rounds;
+    // Barriers: the order of the halves, or (first where there is but that) the window's own, has this group.
+    __shared__ uint64_t found[1 + kChooses][kWarps<kWindow>];
+    __shared__ int rounds[kChoices], group_rounds[1 + kChooses][kWarps<kWindow>], sampled_rounds,
+        original_halves;
     __shared__ uint64_t halves_found;  // barrier: both are, and their rounds are counted
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 
+    const int head = blockIdx.x / p.max_windows, window = blockIdx.x % p.max_windows;
+    if (threadIdx.x < kWindow) prefetch_ids(p, head, int64_t{window} * kWindow + threadIdx.x);
     const auto clear_table = [&] {
         for (int i = threadIdx.x; i < table_stride * kRowWords / 2; i += kThreads<kWindow>)
             reinterpret_cast<uint2*>(table)[i] = {0, 0};
@@ -96,15 +100,15 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     clear_table();
     if (threadIdx.x < kWindow) orders[kOriginal][threadIdx.x] = static_cast<uint8_t>(threadIdx.x);
     if (threadIdx.x < kChoices) rounds[threadIdx.x] = 0;
-    if (threadIdx.x < kWarps<kWindow>) mbarrier_init(smem_address(&found[threadIdx.x]), 1);
+    if (threadIdx.x < (1 + kChooses) * kWarps<kWindow>)
+        mbarrier_init(smem_address(&found[0][threadIdx.x]), 1);
     if (threadIdx.x == 0) {
-        sampled_rounds = 0;
+        sampled_rounds = original_halves = 0;
         mbarrier_init(smem_address(&halves_found), 2);
     }
 
     // Window. This kernel runs beside plan_groups until it needs what that one writes: of few requests it
     // counts the windows itself.
-    const int head = blockIdx.x / p.max_windows, window = blockIdx.x % p.max_windows;
     int request = 0, first_window = 0, live_windows = 0;
     if (p.batch_size <= kWarp) {
         int queries = 0;
@@ -270,19 +274,27 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         const int held = has_halves ? kHalf : kSample;
         if (!search<Mask, kWindow, kWindow / kWarp, kChooses>(overlaps, whole_rows, 0, rows, group_length,
                                                               tile, p.by_rounds, original, orders[kWhole],
-                                                              found, held, goes_on) &&
+                                                              found[kChooses], held, goes_on) &&
             lane == 0) {
             atomicAdd(&rounds[kWhole], kGivenUp);
-            for (int g = 0; g < groups; ++g) mbarrier_arrive(smem_address(&found[g]));
+            for (int g = 0; g < groups; ++g) mbarrier_arrive(smem_address(&found[kChooses][g]));
         }
     } else if constexpr (kChooses) {
         find_groups();
         const int first_row = (warp - 1) * kHalf, slots = min(rows - first_row, kHalf);
         uint8_t* const order = orders[kHalves] + first_row;
+        uint64_t* const own_found = found[0] + first_row / group_length;
         if (!search<Mask, kWindow, kHalf / kWarp, true>(overlaps, whole_rows, first_row, slots, group_length,
                                                         tile, p.by_rounds, original + first_row, order,
-                                                        nullptr, 0, [] { return true; }))
+                                                        own_found, kSample, [] { return true; })) {
             for (int slot = lane; slot < slots; slot += kWarp) order[slot] = original[first_row + slot];
+            __syncwarp();
+            for (int g = lane; g * group_length < slots; g += kWarp)
+                mbarrier_arrive(smem_address(&own_found[g]));
+            if (lane == 0) atomicAdd(&original_halves, 1);
+        } else if (slots <= 0 && lane == 0) {
+            atomicAdd(&original_halves, 1);
+        }
         __syncwarp();
 #pragma unroll 1
         for (int slot = lane; slot < kHalf; slot += kWarp) {
@@ -296,18 +308,24 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     // Unions, of groups as they are found; again, where another order turns out to be better
     const SlotOf slot_of(p.topk);
     const uint32_t pages_at = smem_address(pages);
-    int own_place = builder, step = min(builders, kWarps<kWindow> - searchers), choice = kWhole;
-    for (bool is_chosen = !kChooses;; is_chosen = true) {
+    int own_place = builder, step = min(builders, kWarps<kWindow> - searchers);
+    int choice = has_halves ? kHalves : kWhole;
+    bool is_chosen = !kChooses;
+    while (true) {
+        const bool is_whole = choice == kWhole;
+        // Unions of the halves stand until it is known that the window's own search goes on.
+        const bool clears_late = has_halves && is_whole;
 #pragma unroll 1
         for (int g = own_place < 0 || own_place >= step ? groups : own_place; g < groups; g += step) {
             const int first_slot = g * group_length, slots = min(rows - first_slot, group_length);
             const int group = first_group + g;
             if (group >= live_groups) break;  // only where boundaries pass total_q
             uint32_t* const scratch = table + own_place * union_words(p);
-            clear_union(p, head, group, scratch);
-            if (choice == kWhole) mbarrier_wait(smem_address(&found[g]), 0);
+            if (!clears_late) clear_union(p, head, group, scratch);
+            if (!kChooses || !is_chosen) mbarrier_wait(smem_address(&found[kChooses && is_whole][g]), 0);
             // Lanes must agree: what they read may change meanwhile.
-            if (__any_sync(kAllLanes, !is_chosen && rounds[kWhole] >= kGivenUp)) break;
+            if (kChooses && __any_sync(kAllLanes, is_whole && rounds[kWhole] >= kGivenUp)) break;
+            if (clears_late) clear_union(p, head, group, scratch);
             const uint8_t* const order = orders[choice] + first_slot;
             if (head == 0 && lane == 0)
                 note_group(p, group, request, {span.first + first_slot, span.first + first_slot + slots});
@@ -323,27 +341,35 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
             const int found_rounds = write_union(p, slot_of, head, group, slots, scratch);
             if (lane == 0 && is_chosen) count_size(p, found_rounds);
             if (is_chosen) continue;
-            if (lane == 0) group_rounds[g] = found_rounds;
-            for (int slot = first_slot; slot < first_slot + slots; slot += kWarp) {
-                const int part = count_rounds<Mask, kWindow>(overlaps, whole_rows, orders[choice],
+            if (lane == 0) group_rounds[kChooses && is_whole][g] = found_rounds;
+            for (int slot = is_whole ? first_slot : rows; slot < first_slot + slots; slot += kWarp) {
+                const int part = count_rounds<Mask, kWindow>(overlaps, whole_rows, orders[kWhole],
                                                              slot + lane, first_slot + slots, tile);
                 if (lane == 0) atomicAdd(&rounds[kWhole], part);
             }
         }
         if (!kChooses || is_chosen) return;
+        if (!is_whole) {
+            choice = kWhole;
+            continue;
+        }
         __syncthreads();
         // Building again holds up the whole call: it has to be worth it.
         const int other = has_halves && rounds[kHalves] < rounds[kOriginal] ? kHalves : kOriginal;
         if (16 * rounds[other] < 15 * rounds[kWhole]) choice = other;
         if (threadIdx.x == 0) *choice_out = choice;
-        if (choice == kWhole) {
+        const bool has_whole = rounds[kWhole] < kGivenUp;
+        const bool is_built =
+            has_whole ? choice == kWhole : has_halves && (choice == kHalves || original_halves == 2);
+        if (is_built) {
             for (int g = builder < 0 ? groups : builder; g < groups && first_group + g < live_groups;
                  g += kWarps<kWindow> - searchers)
-                if (lane == 0) count_size(p, group_rounds[g]);
+                if (lane == 0) count_size(p, group_rounds[kChooses && has_whole][g]);
             return;
         }
         // Those that searched build too.
         own_place = warp, step = min(builders, kWarps<kWindow>);
+        is_chosen = true;
     }
 }
 

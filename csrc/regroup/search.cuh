@@ -126,8 +126,8 @@ __device__ inline int count_rounds(const Mask* overlaps, const uint32_t* whole_r
 // next stands behind the load and the product, in whose shadows it runs; what stands between two groups is as
 // short.
 // kMayGiveUp: it does, and returns false, if its first slots need no fewer rounds than those of the order
-// `original`, or if goes_on(), asked after half a window, is false. found: barriers or null; arrives at one
-// for every group that is filled, from `held` slots on.
+// `original`, or if goes_on(), asked after half a window, is false. found: barriers; arrives at one for
+// every group that is filled, where it may give up from `held` slots on.
 template <typename Mask, int kWindow, int kPerLane, bool kMayGiveUp, typename GoesOn>
 __device__ __forceinline__ bool search(const Mask* overlaps, const uint32_t* whole_rows, int first_row,
                                        int rows, int group, int subgroup, bool by_rounds,
@@ -228,12 +228,10 @@ __device__ __forceinline__ bool search(const Mask* overlaps, const uint32_t* who
                 __syncwarp();
                 if (!goes_on()) return false;
             }
-            if (found) {
-                ++kept_back;
-                if (last >= first_slot + held || last == end)
-                    for (; kept_back > 0; --kept_back, next_found += sizeof(uint64_t))
-                        mbarrier_arrive_if(next_found, lane == 0);
-            }
+            ++kept_back;
+            if (last >= first_slot + held || last == end)
+                for (; kept_back > 0; --kept_back, next_found += sizeof(uint64_t))
+                    mbarrier_arrive_if(next_found, lane == 0);
         } else {
             mbarrier_arrive_if(next_found, lane == 0);
             next_found += sizeof(uint64_t);
