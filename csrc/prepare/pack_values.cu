@@ -35,12 +35,13 @@ __device__ void order_units(const PrepareParams& p) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const int in_bin = p.counters[threadIdx.x], live_groups = p.counters[kLiveGroups];
     const int64_t units = int64_t{p.num_kv_heads} * p.max_groups;
+    // Sizes do not wait for the number of groups that there are.
     const auto bin_of = [&](int64_t unit) {
-        if (unit >= units || unit % p.max_groups >= live_groups) return -1;
+        if (unit >= units) return -1;
         int pages = 0;
         for (int tile = 0; tile < p.tiles_per_group; ++tile)
             pages += p.tile_counts[unit * p.tiles_per_group + tile];
-        return size_bin(pages);
+        return unit % p.max_groups < live_groups ? size_bin(pages) : -1;
     };
     int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x;
     int bin = bin_of(unit);
