@@ -141,11 +141,11 @@ __device__ inline void clear_union(const PrepareParams& p, int head, int group, 
     __syncwarp();
 }
 
-// Reads the pages of a group of `slots` slots and makes the bitmap of their union; page_of(slot, column) is a
-// page or -1.
+// Reads the pages of a group of `slots` slots, makes the bitmap of their union and ranks them; returns their
+// number. page_of(slot, column) is a page or -1. Slots may be in another order than those of the group.
 template <typename PageOf>
-__device__ void collect_pages(const PrepareParams& p, const SlotOf& slot_of, int slots, uint32_t* scratch,
-                              const PageOf& page_of) {
+__device__ int collect_pages(const PrepareParams& p, const SlotOf& slot_of, int slots, uint32_t* scratch,
+                             const PageOf& page_of) {
     constexpr int kLoads = 4;  // in flight
     const int lane = threadIdx.x % kWarp, edges = slots * p.topk;
     const UnionScratch shared(p, scratch);
@@ -165,23 +165,6 @@ __device__ void collect_pages(const PrepareParams& p, const SlotOf& slot_of, int
         }
     }
     __syncwarp();
-}
-
-// Counts a union of so many rounds for the order of units, in one thread.
-__device__ inline void count_size(const PrepareParams& p, int rounds) {
-    atomicAdd(&p.counters[size_bin(rounds)], 1);
-}
-
-// Writes the union of the group whose pages the warp has collected; returns its rounds (Eq. 4).
-__device__ inline int write_union(const PrepareParams& p, const SlotOf& slot_of, int head, int group,
-                                  int slots, uint32_t* scratch) {
-    const int lane = threadIdx.x % kWarp, edges = slots * p.topk;
-    const UnionScratch shared(p, scratch);
-    uint32_t* const masks = shared.masks;
-    const int mask_total = shared.mask_total;
-    const int64_t unit = int64_t{head} * p.max_groups + group;
-    int32_t* const pages_out = p.union_pages + unit * p.max_union;
-    uint32_t* const masks_out = p.union_masks + unit * mask_total;
     int count = 0;
 #pragma unroll 1
     for (int base = 0; base < shared.page_words; base += kWarp) {
@@ -192,6 +175,26 @@ __device__ inline int write_union(const PrepareParams& p, const SlotOf& slot_of,
         count += __shfl_sync(kAllLanes, inclusive, kWarp - 1);
     }
     __syncwarp();
+    return count;
+}
+
+// Counts a union of so many rounds for the order of units, in one thread.
+__device__ inline void count_size(const PrepareParams& p, int rounds) {
+    atomicAdd(&p.counters[size_bin(rounds)], 1);
+}
+
+// Writes the union of the group whose `count` pages the warp has collected; place_of(slot) is the group's
+// slot that was collected as `slot`. Returns its rounds (Eq. 4).
+template <typename PlaceOf>
+__device__ int write_union(const PrepareParams& p, const SlotOf& slot_of, int head, int group, int slots,
+                           int count, uint32_t* scratch, const PlaceOf& place_of) {
+    const int lane = threadIdx.x % kWarp, edges = slots * p.topk;
+    const UnionScratch shared(p, scratch);
+    uint32_t* const masks = shared.masks;
+    const int mask_total = shared.mask_total;
+    const int64_t unit = int64_t{head} * p.max_groups + group;
+    int32_t* const pages_out = p.union_pages + unit * p.max_union;
+    uint32_t* const masks_out = p.union_masks + unit * mask_total;
 
     // Write pages at their ranks; queries that share a page write the same.
 #pragma unroll 1
@@ -200,7 +203,7 @@ __device__ inline int write_union(const PrepareParams& p, const SlotOf& slot_of,
         if (page < 0) continue;
         const int rank =
             shared.prefix[page / 32] + __popc(shared.bitmap[page / 32] & ((1u << (page % 32)) - 1));
-        const int slot = slot_of(edge);
+        const int slot = place_of(slot_of(edge));
         atomicOr(&masks[rank * p.mask_words + slot / 32], 1u << (slot % 32));
         pages_out[rank] = page;
     }

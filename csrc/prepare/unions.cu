@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
     if (exists && !is_live) clear_group(p, head, group, lane);
     if (lane == 0) requests[warp] = -1;
     const SlotOf slot_of(p.topk);
-    int slots = 0;
+    int slots = 0, count = 0;
     if (is_live) {
         const int request = request_of(p.group_starts, p.batch_size, group);
         const Span span = span_of(p, request, group - p.group_starts[request], group_length);
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
         if (lane == 0) requests[warp] = int64_t{head} * p.batch_size + request;
         clear_union(p, head, group, scratch);
         const int64_t shift = position_shift(p, request);
-        collect_pages(p, slot_of, slots, scratch, [&](int slot, int column) {
+        count = collect_pages(p, slot_of, slots, scratch, [&](int slot, int column) {
             const int at = span.first + slot;
             const int query = p.query_ids ? p.query_ids[int64_t{head} * p.total_q + at] : at;
             return visible_page(p, head, shift, query, column);
@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
     __syncthreads();
     pages_are_marked(p, threadIdx.x == 0);
     if (!is_live) return;
-    const int rounds = write_union(p, slot_of, head, group, slots, scratch);
+    const int rounds =
+        write_union(p, slot_of, head, group, slots, count, scratch, [](int slot) { return slot; });
     if (lane == 0) count_size(p, rounds);
 }
 

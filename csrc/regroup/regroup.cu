@@ -49,6 +49,28 @@ constexpr int kGivenUp = 1 << 20;  // rounds, more than any window has
 // Orders of a window, as window_choices names them.
 enum Choice { kOriginal, kHalves, kWhole, kChoices };
 
+// The rows below `rows` that are not among the first `taken` of `order`, ascending. By a warp.
+__device__ inline void find_rest(const uint8_t* order, int taken, int rows, uint8_t* is_taken,
+                                 uint8_t* rest) {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll 1
+    for (int row = lane; row < rows; row += kWarp) is_taken[row] = 0;
+    __syncwarp();
+#pragma unroll 1
+    for (int slot = lane; slot < taken; slot += kWarp) is_taken[order[slot]] = 1;
+    __syncwarp();
+    int found = 0;
+#pragma unroll 1
+    for (int base = 0; base < rows; base += kWarp) {
+        const int row = base + lane;
+        const bool is_free = row < rows && is_taken[row] == 0;
+        const uint32_t free = __ballot_sync(kAllLanes, is_free);
+        if (is_free) rest[found + __popc(free & ((1u << lane) - 1))] = static_cast<uint8_t>(row);
+        found += __popc(free);
+    }
+    __syncwarp();
+}
+
 // Bit k of transposed[r] is bit r of rows[k], in the lower and the upper 16 bits each.
 __device__ __forceinline__ void transpose_16x32(uint32_t (&rows)[16]) {
     const auto exchange = [&](auto distance, uint32_t mask) {
@@ -322,23 +344,38 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
             if (group >= live_groups) break;  // only where boundaries pass total_q
             uint32_t* const scratch = table + own_place * union_words(p);
             if (!clears_late) clear_union(p, head, group, scratch);
-            if (!kChooses || !is_chosen) mbarrier_wait(smem_address(&found[kChooses && is_whole][g]), 0);
+            // Which rows are in a window's last group is known before their order is: their pages are read
+            // then. Nothing else uses these two arrays where the call does not choose.
+            const bool is_rest = !kChooses && g > 0 && g == groups - 1;
+            uint8_t *const places = orders[kHalves], *const rest = orders[kOriginal];
+            const int waited_for = is_rest ? g - 1 : g;
+            if (!kChooses || !is_chosen)
+                mbarrier_wait(smem_address(&found[kChooses && is_whole][waited_for]), 0);
             // Lanes must agree: what they read may change meanwhile.
             if (kChooses && __any_sync(kAllLanes, is_whole && rounds[kWhole] >= kGivenUp)) break;
             if (clears_late) clear_union(p, head, group, scratch);
+            if (is_rest) find_rest(orders[kWhole], first_slot, rows, places, rest);
             const uint8_t* const order = orders[choice] + first_slot;
+            const uint32_t order_at = smem_address(is_rest ? rest : order);
+            const int count = collect_pages(p, slot_of, slots, scratch, [&](int slot, int column) {
+                return load_page(pages_at +
+                                 (load_byte(order_at + slot) * kStride + column) * sizeof(int32_t));
+            });
+            if (is_rest) {
+                mbarrier_wait(smem_address(&found[0][g]), 0);
+                for (int slot = lane; slot < slots; slot += kWarp)
+                    places[order[slot]] = static_cast<uint8_t>(slot);
+                __syncwarp();
+            }
+            const int found_rounds =
+                write_union(p, slot_of, head, group, slots, count, scratch,
+                            [&](int slot) { return is_rest ? int{places[rest[slot]]} : slot; });
             if (head == 0 && lane == 0)
                 note_group(p, group, request, {span.first + first_slot, span.first + first_slot + slots});
 #pragma unroll 1
             for (int slot = lane; slot < slots; slot += kWarp)
                 p.written_ids[int64_t{head} * p.total_q + span.first + first_slot + slot] =
                     span.first + order[slot];
-            const uint32_t order_at = smem_address(order);
-            collect_pages(p, slot_of, slots, scratch, [&](int slot, int column) {
-                return load_page(pages_at +
-                                 (load_byte(order_at + slot) * kStride + column) * sizeof(int32_t));
-            });
-            const int found_rounds = write_union(p, slot_of, head, group, slots, scratch);
             if (lane == 0 && is_chosen) count_size(p, found_rounds);
             if (is_chosen) continue;
             if (lane == 0) group_rounds[kChooses && is_whole][g] = found_rounds;
