@@ -23,6 +23,13 @@ __device__ inline int request_of(const int32_t* starts, int batch_size, int unit
     return request;
 }
 
+// Queries of a request. Boundaries that pass total_q are refused in debug mode; here they must not make
+// groups or windows that have no row: nobody would write these.
+__device__ __forceinline__ int query_count(const PrepareParams& p, int request) {
+    const int first = min(max(p.cu_seqlens_q[request], 0), p.total_q);
+    return max(min(p.cu_seqlens_q[request + 1], p.total_q) - first, 0);
+}
+
 // Slots of one group, or window, of `length` slots at most.
 struct Span {
     int first, last;

@@ -26,10 +26,7 @@ __device__ int scan_requests(const PrepareParams& p, int length, int32_t* starts
     for (int base = 0; base < p.batch_size; base += kPlanThreads) {
         const int request = base + threadIdx.x;
         int units = 0;
-        if (request < p.batch_size) {
-            const int queries = p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request];
-            units = (max(queries, 0) + length - 1) / length;
-        }
+        if (request < p.batch_size) units = (query_count(p, request) + length - 1) / length;
         const int inclusive = warp_inclusive_sum(units, lane);
         __syncthreads();
         if (lane == kWarp - 1) warp_sums[warp] = inclusive;

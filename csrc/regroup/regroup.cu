@@ -133,9 +133,8 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     // counts the windows itself.
     int request = 0, first_window = 0, live_windows = 0;
     if (p.batch_size <= kWarp) {
-        int queries = 0;
-        if (lane < p.batch_size) queries = p.cu_seqlens_q[lane + 1] - p.cu_seqlens_q[lane];
-        const int windows = (max(queries, 0) + kWindow - 1) / kWindow;
+        const int queries = lane < p.batch_size ? query_count(p, lane) : 0;
+        const int windows = (queries + kWindow - 1) / kWindow;
         const int end = warp_inclusive_sum(windows, lane);
         request = __popc(__ballot_sync(kAllLanes, end <= window));
         first_window = __shfl_sync(kAllLanes, end - windows, request % kWarp);
