@@ -22,10 +22,16 @@ from pageweaver.common.reference import exact_attention, nrms
 from pageweaver.common.selection import Selection
 from pageweaver.common.strategy import available, load
 from pageweaver.eval import paper
-from pageweaver.eval.arms import OFFLINE_WINDOWS, make_strategy, parse_arm, sample_rows
+from pageweaver.eval.arms import (
+    OFFLINE_WINDOWS,
+    make_strategy,
+    parse_arm,
+    sample_rows,
+    without_arithmetic,
+)
 from pageweaver.eval.inputs import INPUTS, draw_problem
 from pageweaver.eval.operator import NOT_RUN, UNSUPPORTED, case_of, number
-from pageweaver.eval.output import CheckFailed, Report, part_of
+from pageweaver.eval.output import CheckFailed, Report, naming_red, part_of
 from pageweaver.strategies.query_union import QueryUnion
 
 BENCH = "numerics"
@@ -109,15 +115,20 @@ def measure(
 
     Raises
     ------
+    ValueError
+        An arm names an arithmetic.
     CheckFailed
         An output holds NaN or is not 0 where nothing is read, an error is not finite, or an order changes
         bits that it must not. Such an arm has no row; the others have, and all that failed is named at the
         end.
     """
+    for arm in arms:
+        if arm != without_arithmetic(arm):
+            raise ValueError(f"strategies: got {arm!r}, supported: no arithmetic, for each arm runs in all")
     wanted = rows or (None if device.type == "cuda" else CPU_ROWS)
     steps = [(selection, kind) for selection in selections for kind in kinds]
     red: list[str] = []
-    try:
+    with naming_red(red):
         for place, (whole, kind) in enumerate(steps):
             yield from _measure_case(
                 _tail(whole, wanted),
@@ -131,13 +142,6 @@ def measure(
                 report=part_of(report, place, len(steps)),
                 red=red,
             )
-    except (KeyboardInterrupt, *UNSUPPORTED) as error:
-        # What failed until then is worth more than why the rest was not run.
-        if not red:
-            raise
-        red.append(f"then stopped by {str(error) or type(error).__name__}")
-    if red:
-        raise CheckFailed("; ".join(red))
 
 
 def _measure_case(

@@ -6,9 +6,12 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -30,6 +33,7 @@ from rich.text import Text
 
 from pageweaver.common.captures import atomic_write_bytes
 from pageweaver.common.errors import UnsupportedDeviceError
+from pageweaver.common.selection import Selection
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,19 +86,96 @@ def flag(name: str, **settings: Any) -> Any:
     return typer.Option(name, metavar="", **settings)
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal that asks the process to end; as with Ctrl-C, finished rows are kept."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
 @contextmanager
-def reporting_errors() -> Iterator[None]:
-    """Turn errors that the caller can mend, red checks and Ctrl-C into one line and an exit code."""
-    errors = Console(stderr=True)
+def _stopping() -> Iterator[None]:
+    """Raise `Stopped` where a time limit or a closed terminal would end the process at once."""
+    asked = [s for name in ("SIGTERM", "SIGHUP") if (s := getattr(signal, name, None)) is not None]
+    # One that is ignored (nohup) stays so; handlers are for the main thread alone.
+    if threading.current_thread() is not threading.main_thread():
+        asked = []
+    before = {s: signal.getsignal(s) for s in asked if signal.getsignal(s) == signal.SIG_DFL}
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped(number)
+
+    for number in before:
+        signal.signal(number, stop)
     try:
         yield
-    except KeyboardInterrupt:
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def reporting_errors() -> Iterator[None]:
+    """Turn errors that the caller can mend, red checks and Ctrl-C into one line and an exit code.
+
+    SIGTERM and SIGHUP are taken as Ctrl-C is; their exit codes are 128 and their number.
+    """
+    errors = Console(stderr=True)
+    try:
+        with _stopping():
+            yield
+    except KeyboardInterrupt as stop:
         errors.print("Interrupted; no file was left half-written.", style="yellow")
-        raise typer.Exit(130) from None
+        raise typer.Exit(128 + stop.number if isinstance(stop, Stopped) else 130) from None
     except EXPECTED_ERRORS as error:
         text = " ".join(str(error).split()) or type(error).__name__
         errors.print(Text(f"Error: {text}", style="bold red"), soft_wrap=True)
         raise typer.Exit(1 if isinstance(error, CheckFailed) else 2) from None
+
+
+@contextmanager
+def naming_red(red: Sequence[str]) -> Iterator[None]:
+    """Raise `CheckFailed` with what the body adds to `red`, also where an error or Ctrl-C ends it.
+
+    What failed until then is worth more than why the rest was not run.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, Exception) as error:
+        if not red:
+            raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        cause = "interrupted" if isinstance(error, KeyboardInterrupt) else f"stopped by {text}"
+        raise CheckFailed("; ".join([*red, f"then {cause}"])) from error
+    if red:
+        raise CheckFailed("; ".join(red))
+
+
+class Screen:
+    """Shows results while work goes on; where that fails (a full disk behind stdout), the work comes first.
+
+    Parameters
+    ----------
+    console : Console
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.error: OSError | None = None
+
+    def show(self, print_: Callable[..., object], *values: Any) -> None:
+        """Print with ``print_(console, *values)``, unless that has failed before."""
+        if self.error is None:
+            try:
+                print_(self.console, *values)
+            except OSError as error:
+                self.error = error
+
+    def close(self) -> None:
+        """Raise what showing failed with; called when all is written."""
+        if self.error is not None:
+            raise self.error
 
 
 def say(console: RichConsole, text: str) -> None:
@@ -299,8 +380,12 @@ def keeping(rows: Sequence[Mapping[str, Any]], path: Path) -> Iterator[None]:
         yield
     except BaseException:
         if rows:
-            write_files(path.parent, {path.name: json_lines(rows)})
-            say(Console(stderr=True), f"Kept {counted(len(rows), 'finished row')} in {path}.")
+            errors = Console(stderr=True)
+            try:
+                write_files(path.parent, {path.name: json_lines(rows)})
+                say(errors, f"Kept {counted(len(rows), 'finished row')} in {path}.")
+            except OSError as error:  # what ended the body is worth more
+                say(errors, f"{counted(len(rows), 'finished row')} could not be kept: {error}")
         raise
 
 
@@ -326,8 +411,27 @@ def png(figure: Figure, source: str | None = None) -> bytes:
     buffer = io.BytesIO()
     # No software version in the file: equal figures stay equal bytes.
     metadata = {"Software": None, **({} if source is None else {"Source": source})}
-    figure.savefig(buffer, format="png", dpi=144, metadata=metadata)
+    with warnings.catch_warnings():
+        # Names may have letters that the font lacks.
+        warnings.filterwarnings("ignore", message="Glyph")
+        figure.savefig(buffer, format="png", dpi=144, metadata=metadata)
     return buffer.getvalue()
+
+
+def distinct(selections: Iterable[Selection]) -> list[Selection]:
+    """Selections without repetitions.
+
+    Raises
+    ------
+    ValueError
+        Two that differ have one name, by which rows and tables tell them apart.
+    """
+    found: dict[str, Selection] = {}
+    for selection in selections:
+        first = found.setdefault(selection.name, selection)
+        if first.sha256 != selection.sha256:
+            raise ValueError(f"selections: got two that differ as {selection.name!r}, supported: own names")
+    return list(found.values())
 
 
 def counted(count: int, noun: str) -> str:

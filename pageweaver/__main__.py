@@ -133,33 +133,38 @@ def compare(
         )
     kept = files.kept_beside(output / "compare.jsonl")
     files.check_folder(output, "compare.jsonl", "compare.png", kept.name)
-    found = [s for word in selections or [default_captures()] for s in pageweaver.resolve_selection(word)]
+    found = files.distinct(
+        s for word in selections or [default_captures()] for s in pageweaver.resolve_selection(word)
+    )
     origin = files.provenance(place)
     done: list[comparing.Comparison] = []
     lines: list[dict[str, Any]] = []
+    red: list[str] = []
+    screen = files.Screen(console)
     with files.keeping(lines, kept), progress_bar(console) as report:
-        for index, selection in enumerate(found):
-            comparison = comparing.compare_selection(
-                selection,
-                chosen,
-                rows=rows,
-                seed=seed,
-                group_size=group_size,
-                device=place,
-                progress=files.part_of(report, index, len(found)),
-            )
-            lines += [{**row, **origin} for row in comparison.rows()]
-            done.append(comparison)
-            if index < SHOWN_TABLES:
-                comparing.print_comparison(console, comparison)
-        if red := [fault for comparison in done for fault in comparison.red()]:
-            raise files.CheckFailed("; ".join(red))
+        with files.naming_red(red):
+            for index, selection in enumerate(found):
+                comparison = comparing.compare_selection(
+                    selection,
+                    chosen,
+                    rows=rows,
+                    seed=seed,
+                    group_size=group_size,
+                    device=place,
+                    progress=files.part_of(report, index, len(found)),
+                )
+                lines += [{**row, **origin} for row in comparison.rows()]
+                red += comparison.red()
+                done.append(comparison)
+                if index < SHOWN_TABLES:
+                    screen.show(comparing.print_comparison, comparison)
         report(1.0, "plot")
         written = {
             "compare.jsonl": files.json_lines(lines),
             "compare.png": files.png(comparing.comparison_figure(done)),
         }
         files.write_files(output, written)
+    screen.close()
     took = time.perf_counter() - began
     if len(done) > SHOWN_TABLES:
         say(console, f"{len(done) - SHOWN_TABLES} more tables are left out; their rows are in the file.")

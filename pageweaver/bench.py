@@ -241,7 +241,6 @@ def prefill(
         timing.parse_arms(strategies),
         tokens=min(tokens, QUICK_TOKENS) if quick else tokens,
         chunk=chunk,
-        # Tables and reports tell prompts apart by what they are.
         smooths=list(dict.fromkeys(smooth or [1, 16])),
         rounds=QUICK_ROUNDS if quick else rounds,
         seed=seed,
@@ -305,7 +304,9 @@ def scaling(
 
 
 def _selections(words: list[str] | None, quick: bool) -> list[pageweaver.Selection]:
-    found = [s for word in words or [files.default_captures()] for s in pageweaver.resolve_selection(word)]
+    found = files.distinct(
+        s for word in words or [files.default_captures()] for s in pageweaver.resolve_selection(word)
+    )
     return found[:QUICK_SELECTIONS] if quick else found
 
 
@@ -361,16 +362,15 @@ class Run:
         ValueError
             A row has a NaN or an infinity, or there is none.
         """
-        shown = 0
+        shown, screen = 0, files.Screen(self.console)
 
         def show_finished() -> None:
             nonlocal shown
             if show is not None and shown < len(self.rows):
-                show(self.console, self.rows[shown:])
+                screen.show(show, self.rows[shown:])
                 shown = len(self.rows)
 
         try:
-            # Rows are written before they are shown: showing them may fail too.
             with files.keeping(self.rows, self._kept):
                 with progress_bar(self.console) as report:
                     for row in made(header=self.header(), device=self.device, report=report):
@@ -383,6 +383,7 @@ class Run:
                     raise ValueError("rows: got none, supported: at least one selection, or shape, and arm")
                 written = {self.output.name: files.json_lines(self.rows)}
                 files.write_files(self.output.parent, written)
+            screen.close()
         except BaseException:
             show_finished()
             raise

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -149,8 +150,8 @@ def test_refuses() -> None:
         compare_selection(odd, ["union4"])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_an_error_that_is_not_finite_is_a_red_check(
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1.41])
+def test_an_error_that_rounding_does_not_make_is_a_red_check(
     value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The strategy is named with its selection, and the rows of the others are kept."""
@@ -166,11 +167,55 @@ def test_an_error_that_is_not_finite_is_a_red_check(
     words = ["compare", str(tmp_path / "two.safetensors"), "--strategies", "union4,union8"]
     result = CliRunner().invoke(app, [*words, "--rows", "8", "--output", str(out)], env={"COLUMNS": "80"})
     assert result.exit_code == 1, result.output
-    failed = [f"{name}, union4: got NRMS {value}, supported: finite" for name in ("a", "b")]
+    failed = [f"{name}, union4: got NRMS {value}, supported: at most 0.1" for name in ("a", "b")]
     assert f"Error: {'; '.join(failed)}\n" in result.output
     assert [path.name for path in out.iterdir()] == ["compare.jsonl.partial"]
     rows = [json.loads(line) for line in (out / "compare.jsonl.partial").read_text().splitlines()]
     assert [(row["selection"], row["strategy"]) for row in rows] == [("a", "union8"), ("b", "union8")]
+
+
+@pytest.mark.parametrize(
+    ("stop", "told"), [(KeyboardInterrupt(), "interrupted"), (RuntimeError("fault"), "stopped by fault")]
+)
+def test_a_red_check_is_named_where_the_run_is_stopped(
+    stop: BaseException, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def error(yardstick: Any, name: str, backend: str) -> float:
+        if yardstick.problem.total_q == 20:
+            raise stop
+        return np.nan
+
+    monkeypatch.setattr(compare._Yardstick, "error", error)
+    save_selections(tmp_path / "a.safetensors", [renamed(preset("mid", total_q=40, prefix=1024), "a")])
+    save_selections(tmp_path / "b.safetensors", [renamed(preset("mid", total_q=20, prefix=1024), "b")])
+    words = ["compare", *(str(tmp_path / f"{name}.safetensors") for name in "ab"), "--strategies", "union8"]
+    result = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "out")], env={"COLUMNS": "80"})
+    assert result.exit_code == 1, result.output
+    assert f"Error: a, union8: got NRMS nan, supported: at most 0.1; then {told}\n" in result.output
+
+
+def test_names_tell_selections_apart(tmp_path: Path) -> None:
+    first, other = preset("mid", total_q=20, prefix=9000), preset("low", total_q=20, prefix=9000)
+    assert output.distinct([first, other, first]) == [first, other]
+    with pytest.raises(ValueError, match="selections: got two that differ as 'a', supported: own names"):
+        output.distinct([renamed(first, "a"), renamed(other, "a")])
+    for name, selection in (("one", first), ("two", other)):
+        save_selections(tmp_path / f"{name}.safetensors", [renamed(selection, "a")])
+    files = [str(tmp_path / f"{name}.safetensors") for name in ("one", "two")]
+    for words in (["compare", *files], ["bench", "operator", *files, "--output", str(tmp_path / "o.jsonl")]):
+        result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+        assert result.exit_code == 2 and "got two that differ as 'a'" in result.output
+
+
+def test_what_cannot_be_kept_hides_no_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="fault"), output.keeping([{"a": 1}], tmp_path / "none" / "rows"):
+        raise RuntimeError("fault")
+
+
+def test_letters_that_the_font_lacks(recwarn: pytest.WarningsRecorder) -> None:
+    figure = Figure()
+    figure.suptitle("\u9801")
+    assert output.png(figure).startswith(b"\x89PNG") and not recwarn.list
 
 
 def test_progress_goes_up_to_the_last_step() -> None:

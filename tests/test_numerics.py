@@ -204,9 +204,16 @@ def test_an_lse_of_another_kind_is_a_red_check(
     assert all(row["bits_of_union8"] for row in rows)
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize(
+    ("stop", "told"),
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (MemoryError(), "stopped by MemoryError"),
+        (RuntimeError("a\nfault"), "stopped by a fault"),
+    ],
+)
 def test_red_checks_are_told_where_a_run_is_stopped(
-    stop: type[BaseException], selection: pw.Selection, monkeypatch: pytest.MonkeyPatch
+    stop: BaseException, told: str, selection: pw.Selection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner, draw = Union8._execute, numerics.draw_problem
 
@@ -222,10 +229,13 @@ def test_red_checks_are_told_where_a_run_is_stopped(
 
     monkeypatch.setattr("pageweaver.strategies.query_union.QueryUnion._execute", broken)
     monkeypatch.setattr(numerics, "draw_problem", stopping)
-    with pytest.raises(
-        CheckFailed, match=f"union8/fp8: got lse_error inf.*; then stopped by {stop.__name__}"
-    ):
+    with pytest.raises(CheckFailed, match=f"union8/fp8: got lse_error inf.*; then {told}$"):
         measured(selection, ["union8"], ["normal", "heavy"], rows=8)
+
+
+def test_an_arm_with_an_arithmetic_is_refused(selection: pw.Selection) -> None:
+    with pytest.raises(ValueError, match="strategies: got 'union8/fp8', supported: no arithmetic"):
+        measured(selection, ["union4", "union8/fp8"], ["normal"], rows=8)
 
 
 def test_command_and_table(tmp_path: Path) -> None:
