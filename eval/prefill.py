@@ -26,6 +26,7 @@ from rich.table import Table
 from pageweaver.bridges import transformers as bridge
 from pageweaver.common.reference import nrms
 from pageweaver.common.strategy import available, load
+from pageweaver.eval.operator import number
 from pageweaver.eval.output import CheckFailed, Report, part_of
 
 BENCH = "prefill"
@@ -336,13 +337,14 @@ def _measure(
 
 
 def print_prefill(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A line an arm: milliseconds a layer, in parts; last what eager attention did."""
+    """A line an arm: milliseconds a layer, in parts, those there are; last what eager attention did."""
     timed = [row for row in rows if row["arm"] != EAGER]
     table = Table("arm", *BOUNDARIES, "NRMS", "reuse", box=box.SIMPLE, title=f"{rows[0]['case']}: ms a layer")
     for arm in dict.fromkeys(row["arm"] for row in timed):
         own = {row["boundary"]: row for row in timed if row["arm"] == arm}
-        milliseconds = [f"{own[boundary]['median_ms']:.2f}" for boundary in BOUNDARIES]
-        table.add_row(arm, *milliseconds, f"{own['layer']['nrms']:.2%}", f"{own['layer']['reuse']:.2f}")
+        milliseconds = [number(own.get(part, {}).get("median_ms"), ".2f") for part in BOUNDARIES]
+        some = next(iter(own.values()))  # what was checked is in every row of an arm
+        table.add_row(arm, *milliseconds, number(some["nrms"], ".2%"), number(some["reuse"], ".2f"))
     console.print(table)
     # An interrupted case has none.
     for eager in (row for row in rows if row["arm"] == EAGER):

@@ -94,6 +94,16 @@ def test_ctrl_c_keeps_finished_rounds(stopped: int, finished: int | None, tmp_pa
     assert ("union8" in text) == (finished != 0) and "Eager attention" not in text
 
 
+def test_rows_of_some_parts_are_printed() -> None:
+    """An arm's line has what its rows have, whichever they are."""
+    checked = {"nrms": 0.01, "reuse": 1.5}
+    row = {"case": "x", "arm": "union8", "boundary": "attention", "median_ms": 2.5, **checked}
+    console = Console(width=100, record=True, file=io.StringIO())
+    prefill.print_prefill(console, [row])
+    line = next(line for line in console.export_text().splitlines() if "union8" in line)
+    assert line.split() == ["union8", "-", "2.50", "-", "-", "1.00%", "1.50"]
+
+
 def test_a_prompt_named_twice_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
