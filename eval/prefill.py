@@ -127,7 +127,7 @@ class Prefill:
         self.watch = Stopwatch(device)
         self.checking = False
         self.errors: list[float] = []
-        self.reuse: list[float] = []
+        self.reuse: list[float | None] = []  # of a layer each
         for layer in self.model.layers:
             self._time(layer, "layer")
             self._time(layer.self_attn.indexer, "indexer")
@@ -194,15 +194,15 @@ def exact_rows(
     return torch.cat(heads).transpose(0, 1)
 
 
-def reuse(blocks: torch.Tensor, pages: int) -> float:
-    """Edges a visit (Eq. 3) of whole groups of `REUSE_QUERIES` neighbours in the first request; 0 of none."""
+def reuse(blocks: torch.Tensor, pages: int) -> float | None:
+    """Edges a visit (Eq. 3) of the first request's whole groups of `REUSE_QUERIES`; None of none."""
     whole = blocks.shape[2] // REUSE_QUERIES * REUSE_QUERIES
     chosen = torch.zeros(blocks.shape[1], whole, pages + 1, dtype=torch.bool, device=blocks.device)
     ids = blocks[0, :, :whole]
     chosen.scatter_(2, torch.where(ids < 0, pages, ids), True)
     chosen = chosen[..., :pages]
     visits = int(chosen.unflatten(1, (-1, REUSE_QUERIES)).any(dim=2).sum())
-    return int(chosen.sum()) / visits if visits else 0.0
+    return int(chosen.sum()) / visits if visits else None
 
 
 def measure(
@@ -298,7 +298,9 @@ def _measure(
         error, most = max(prefill.errors), MOST_NRMS[options["fp8_copy"]]
         if not error <= most:
             raise CheckFailed(f"{arm}: got NRMS {error:.4f} against float64, supported: at most {most}")
-        known[arm] = {"path": bridge.paths()[0], "nrms": error, "reuse": statistics.mean(prefill.reuse)}
+        reused = [one for one in prefill.reuse if one is not None]
+        known[arm] = {"path": bridge.paths()[0], "nrms": error}
+        known[arm]["reuse"] = statistics.mean(reused) if reused else None
         known[arm]["peak_bytes"] = torch.cuda.max_memory_allocated() if prompt.is_cuda else None
     prefill.watch.take()
     samples: dict[tuple[str, str], list[float]] = defaultdict(list)
