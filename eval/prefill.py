@@ -285,16 +285,20 @@ def _measure(
     report: Report,
 ) -> Iterator[dict[str, Any]]:
     tokens, chunk, layers = case["tokens"], case["chunk"], case["layers"]
+
+    def read_all(arm: str, *, check: bool = False) -> None:
+        with bridge.using(**arms[arm]):
+            if prefill.run(prompt, chunk, check=check) < tokens:
+                raise MemoryError(f"{arm}: a prefill of {case['case']} does not fit")
+
     known: dict[str, dict[str, Any]] = {}
     prefill.model.set_attn_implementation(TIMED)
     for arm, options in arms.items():
         report(0.1, f"checking {arm}")
         if prompt.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        with bridge.using(**options):
-            # A run of its own: what a first one compiles or allocates is in no timed one, nor is the check.
-            if prefill.run(prompt, chunk, check=True) < tokens:
-                raise MemoryError(f"{arm}: a prefill of {case['case']} does not fit")
+        # A run of its own: what a first one compiles or allocates is in no timed one, nor is the check.
+        read_all(arm, check=True)
         error, most = max(prefill.errors), MOST_NRMS[options["fp8_copy"]]
         if not error <= most:
             raise CheckFailed(f"{arm}: got NRMS {error:.4f} against float64, supported: at most {most}")
@@ -310,8 +314,7 @@ def _measure(
             for place in range(len(arms)):
                 arm = list(arms)[(turn + place) % len(arms)]
                 report(0.2 + 0.7 * turn / rounds, f"timing {arm}")
-                with bridge.using(**arms[arm]):
-                    prefill.run(prompt, chunk)
+                read_all(arm)
                 parts = prefill.watch.take()
                 parts["rest"] = parts["layer"] - parts["indexer"] - parts["attention"]
                 for boundary in BOUNDARIES:

@@ -174,6 +174,21 @@ def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         measured()
 
 
+def test_memory_that_runs_out_in_a_round_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the check before: the rounds of an arm that stopped early would be its fastest."""
+    right, told = prefill.Prefill._attention, [""]
+
+    def full(*given: Any, **options: Any) -> Any:
+        if told[-1] == "timing union8" and given[2].shape[2] == 400 - 256:
+            raise torch.OutOfMemoryError("no more")
+        return right(*given, **options)
+
+    monkeypatch.setattr(prefill.Prefill, "_attention", full)
+    with pytest.raises(MemoryError, match=r"union8: a prefill of 400 tokens in chunks of 256, .* not fit"):
+        measured(lambda _, text: told.append(text))
+    assert told[-1] == "timing union8"
+
+
 def test_prompts() -> None:
     """Random embeddings every few tokens, and straight lines between them."""
     config = prefill.real_config(1)
