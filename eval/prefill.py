@@ -26,6 +26,7 @@ from rich.table import Table
 from pageweaver.bridges import transformers as bridge
 from pageweaver.common.reference import nrms
 from pageweaver.common.strategy import available, load
+from pageweaver.eval.operator import number
 from pageweaver.eval.output import CheckFailed, Report, part_of
 
 BENCH = "prefill"
@@ -126,7 +127,7 @@ class Prefill:
         self.watch = Stopwatch(device)
         self.checking = False
         self.errors: list[float] = []
-        self.reuse: list[float] = []
+        self.reuse: list[float | None] = []  # of a layer each
         for layer in self.model.layers:
             self._time(layer, "layer")
             self._time(layer.self_attn.indexer, "indexer")
@@ -193,15 +194,15 @@ def exact_rows(
     return torch.cat(heads).transpose(0, 1)
 
 
-def reuse(blocks: torch.Tensor, pages: int) -> float:
-    """Edges a visit (Eq. 3) of whole groups of `REUSE_QUERIES` neighbours in the first request; 0 of none."""
+def reuse(blocks: torch.Tensor, pages: int) -> float | None:
+    """Edges a visit (Eq. 3) of the first request's whole groups of `REUSE_QUERIES`; None of none."""
     whole = blocks.shape[2] // REUSE_QUERIES * REUSE_QUERIES
     chosen = torch.zeros(blocks.shape[1], whole, pages + 1, dtype=torch.bool, device=blocks.device)
     ids = blocks[0, :, :whole]
     chosen.scatter_(2, torch.where(ids < 0, pages, ids), True)
     chosen = chosen[..., :pages]
     visits = int(chosen.unflatten(1, (-1, REUSE_QUERIES)).any(dim=2).sum())
-    return int(chosen.sum()) / visits if visits else 0.0
+    return int(chosen.sum()) / visits if visits else None
 
 
 def measure(
@@ -284,20 +285,26 @@ def _measure(
     report: Report,
 ) -> Iterator[dict[str, Any]]:
     tokens, chunk, layers = case["tokens"], case["chunk"], case["layers"]
+
+    def read_all(arm: str, *, check: bool = False) -> None:
+        with bridge.using(**arms[arm]):
+            if prefill.run(prompt, chunk, check=check) < tokens:
+                raise MemoryError(f"{arm}: a prefill of {case['case']} does not fit")
+
     known: dict[str, dict[str, Any]] = {}
     prefill.model.set_attn_implementation(TIMED)
     for arm, options in arms.items():
         report(0.1, f"checking {arm}")
         if prompt.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        with bridge.using(**options):
-            # A run of its own: what a first one compiles or allocates is in no timed one, nor is the check.
-            if prefill.run(prompt, chunk, check=True) < tokens:
-                raise MemoryError(f"{arm}: a prefill of {case['case']} does not fit")
+        # A run of its own: what a first one compiles or allocates is in no timed one, nor is the check.
+        read_all(arm, check=True)
         error, most = max(prefill.errors), MOST_NRMS[options["fp8_copy"]]
         if not error <= most:
             raise CheckFailed(f"{arm}: got NRMS {error:.4f} against float64, supported: at most {most}")
-        known[arm] = {"path": bridge.paths()[0], "nrms": error, "reuse": statistics.mean(prefill.reuse)}
+        reused = [one for one in prefill.reuse if one is not None]
+        known[arm] = {"path": bridge.paths()[0], "nrms": error}
+        known[arm]["reuse"] = statistics.mean(reused) if reused else None
         known[arm]["peak_bytes"] = torch.cuda.max_memory_allocated() if prompt.is_cuda else None
     prefill.watch.take()
     samples: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -307,8 +314,7 @@ def _measure(
             for place in range(len(arms)):
                 arm = list(arms)[(turn + place) % len(arms)]
                 report(0.2 + 0.7 * turn / rounds, f"timing {arm}")
-                with bridge.using(**arms[arm]):
-                    prefill.run(prompt, chunk)
+                read_all(arm)
                 parts = prefill.watch.take()
                 parts["rest"] = parts["layer"] - parts["indexer"] - parts["attention"]
                 for boundary in BOUNDARIES:
@@ -336,13 +342,14 @@ def _measure(
 
 
 def print_prefill(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A line an arm: milliseconds a layer, in parts; last what eager attention did."""
+    """A line an arm: milliseconds a layer, in parts, those there are; last what eager attention did."""
     timed = [row for row in rows if row["arm"] != EAGER]
     table = Table("arm", *BOUNDARIES, "NRMS", "reuse", box=box.SIMPLE, title=f"{rows[0]['case']}: ms a layer")
     for arm in dict.fromkeys(row["arm"] for row in timed):
         own = {row["boundary"]: row for row in timed if row["arm"] == arm}
-        milliseconds = [f"{own[boundary]['median_ms']:.2f}" for boundary in BOUNDARIES]
-        table.add_row(arm, *milliseconds, f"{own['layer']['nrms']:.2%}", f"{own['layer']['reuse']:.2f}")
+        milliseconds = [number(own.get(part, {}).get("median_ms"), ".2f") for part in BOUNDARIES]
+        some = next(iter(own.values()))  # what was checked is in every row of an arm
+        table.add_row(arm, *milliseconds, number(some["nrms"], ".2%"), number(some["reuse"], ".2f"))
     console.print(table)
     # An interrupted case has none.
     for eager in (row for row in rows if row["arm"] == EAGER):

@@ -228,12 +228,15 @@ def _interleaved(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _prefill(run: Run, page: Page) -> str:
-    lines = [
-        [row["arm"], row["boundary"], number(row["median_ms"], ".2f"), number(row.get("nrms"), ".3%")]
-        for row in run.rows
-    ]
-    case = run.rows[0].get("case", "")
-    return html_note(str(case)) + html_table(["arm", "part", "ms a layer", "NRMS"], lines, text=2)
+    parts = []
+    for case in dict.fromkeys(row["case"] for row in run.rows):
+        lines = [
+            [row["arm"], row["boundary"], number(row["median_ms"], ".2f"), number(row.get("nrms"), ".3%")]
+            for row in run.rows
+            if row["case"] == case
+        ]
+        parts.append(html_heading(case) + html_table(["arm", "part", "ms a layer", "NRMS"], lines, text=2))
+    return "".join(parts)
 
 
 def _survey(run: Run, page: Page) -> str:

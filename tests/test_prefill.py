@@ -21,7 +21,11 @@ from pageweaver.__main__ import app
 from pageweaver.bench import Run
 from pageweaver.bridges import transformers as bridge
 from pageweaver.eval import prefill
-from pageweaver.eval.output import CheckFailed
+from pageweaver.eval.output import SCHEMA_VERSION, CheckFailed
+from pageweaver.eval.report import make_page
+from pageweaver.eval.runs import read_run
+
+from .report_rows import write
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +35,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     bridge.register()
 
 
-def measuring(report: Any, arms: str = "per_query,union8") -> Iterator[dict[str, Any]]:
+def measuring(
+    report: Any, arms: str = "per_query,union8", tokens: int = 400, schema: str = "x"
+) -> Iterator[dict[str, Any]]:
     config = m3.build(num_hidden_layers=2, layer_types=["minimax_m3_sparse"] * 2).config
-    options = {"tokens": 400, "chunk": 256, "rounds": 2, "device": torch.device("cpu"), "seed": 0}
+    options = {"tokens": tokens, "chunk": 256, "rounds": 2, "device": torch.device("cpu"), "seed": 0}
     return prefill.measure(
         config,
         prefill.parse_arms(arms),
         smooths=[1, 40],
-        header={"schema": "x"},
+        header={"schema": schema},
         report=report,
         **options,
     )
@@ -94,6 +100,28 @@ def test_ctrl_c_keeps_finished_rounds(stopped: int, finished: int | None, tmp_pa
     assert ("union8" in text) == (finished != 0) and "Eager attention" not in text
 
 
+def test_rows_of_some_parts_are_printed() -> None:
+    """An arm's line has what its rows have, whichever they are."""
+    checked = {"nrms": 0.01, "reuse": 1.5}
+    row = {"case": "x", "arm": "union8", "boundary": "attention", "median_ms": 2.5, **checked}
+    console = Console(width=100, record=True, file=io.StringIO())
+    prefill.print_prefill(console, [row])
+    line = next(line for line in console.export_text().splitlines() if "union8" in line)
+    assert line.split() == ["union8", "-", "2.50", "-", "-", "1.00%", "1.50"]
+
+
+def test_a_last_chunk_of_a_few_tokens_has_no_reuse(tmp_path: Path) -> None:
+    """None in rows, which a report reads, and a dash in the table."""
+    schema = f"pageweaver-prefill-{SCHEMA_VERSION}"
+    rows = list(measuring(lambda *_: None, "union8", tokens=260, schema=schema))
+    assert [row["reuse"] for row in rows if row["arm"] == "union8"] == [None] * 8
+    console = Console(width=100, record=True, file=io.StringIO())
+    prefill.print_prefill(console, rows[:5])
+    line = next(line for line in console.export_text().splitlines() if "union8" in line)
+    assert line.split()[-1] == "-"
+    assert "union8" in make_page([read_run(write(tmp_path / "layers.jsonl", rows))]).html
+
+
 def test_a_prompt_named_twice_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
@@ -146,6 +174,21 @@ def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         measured()
 
 
+def test_memory_that_runs_out_in_a_round_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the check before: the rounds of an arm that stopped early would be its fastest."""
+    right, told = prefill.Prefill._attention, [""]
+
+    def full(*given: Any, **options: Any) -> Any:
+        if told[-1] == "timing union8" and given[2].shape[2] == 400 - 256:
+            raise torch.OutOfMemoryError("no more")
+        return right(*given, **options)
+
+    monkeypatch.setattr(prefill.Prefill, "_attention", full)
+    with pytest.raises(MemoryError, match=r"union8: a prefill of 400 tokens in chunks of 256, .* not fit"):
+        measured(lambda _, text: told.append(text))
+    assert told[-1] == "timing union8"
+
+
 def test_prompts() -> None:
     """Random embeddings every few tokens, and straight lines between them."""
     config = prefill.real_config(1)
@@ -164,7 +207,7 @@ def test_reuse() -> None:
     blocks[0, 0, :8, :2] = torch.tensor([4, 1])
     blocks[0, 0, 8:, 0] = torch.arange(8)
     assert prefill.reuse(blocks, 9) == (16 + 8) / (2 + 8)
-    assert prefill.reuse(blocks[:, :, :7], 9) == 0  # a last chunk of a few tokens
+    assert prefill.reuse(blocks[:, :, :7], 9) is None  # a last chunk of a few tokens
 
 
 def test_real_widths() -> None:

@@ -169,6 +169,17 @@ def test_pages_of_counts_alone_and_of_every_command(tmp_path: Path) -> None:
     assert "Counted alone" in page.html
 
 
+def test_prompts_of_a_prefill_have_a_table_each(tmp_path: Path) -> None:
+    row = {**header("prefill"), "arm": "union8", "boundary": "layer", "nrms": 0.002}
+    prompts = {"smooth": 1.25, "<rough>": 2.5}
+    rows = [{**row, "case": case, "median_ms": ms} for case, ms in prompts.items()]
+    html = make_page([read_run(write(tmp_path / "layers.jsonl", rows))]).html
+    _, first, second = re.split(r"<h3>(?=smooth|&lt;rough)", html)
+    assert first.startswith("smooth</h3>") and second.startswith("&lt;rough&gt;</h3>")
+    for own, ms in ((first, "1.25"), (second, "2.50")):
+        assert own.count("<table") == 1 and re.findall(r">(\d\.\d\d)<", own) == [ms]
+
+
 def test_scaling_rows_make_curves_and_totals(tmp_path: Path) -> None:
     rows = []
     for kind, case, queries, context, weight in (
