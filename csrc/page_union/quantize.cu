@@ -30,19 +30,9 @@ __global__ void __launch_bounds__(kThreads) quantize_queries(PageUnionParams p) 
                                                          query * p.q_stride_row + qo_head * p.q_stride_head) +
                           2 * part;
     const uint4 packed[2] = {__ldcs(source), __ldcs(source + 1)};
-    float values[16], amax = kQAmaxFloor;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t words[4] = {packed[i].x, packed[i].y, packed[i].z, packed[i].w};
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            values[8 * i + 2 * k] = __uint_as_float(words[k] << 16);
-            values[8 * i + 2 * k + 1] = __uint_as_float(words[k] & 0xffff0000u);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(values[i]));
-    for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
+    float values[16];
+    unpack_part(packed, values);
+    const float amax = row_amax(values);
     if (!is_row) return;
     const QueryScale<kIsSplit> scale(amax);
     const int group_mask = (1 << p.group_shift) - 1;

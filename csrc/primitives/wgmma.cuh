@@ -1,4 +1,4 @@
-// wgmma (64 x N x 32 of E4M3, 64 x N x 16 of BF16; FP32 accumulators) and what orders it.
+// wgmma (64 x N x 32 of E4M3, 64 x N x 16 of BF16; FP32 accumulators, or FP16 where said) and what orders it.
 //
 // A warpgroup of 128 threads executes these together. B is K-major in shared memory with the 128-byte
 // swizzle: row n holds 128 bytes of K, its 16-byte chunk c stored at chunk c ^ (n % 8). Accumulator register
@@ -31,12 +31,33 @@ __device__ __forceinline__ void fence_registers(float (&registers)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+template <int kCount>
+__device__ __forceinline__ void fence_registers(uint32_t (&registers)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
 // Ends the life of old values in front of a product that overwrites them, so that they hold no registers till
 // then.
 template <int kCount>
 __device__ __forceinline__ void discard_registers(float (&registers)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void discard_registers(uint32_t (&registers)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "=r"(registers[i])::"memory");
+}
+
+// Loads four matrices of 8 rows of 16 bytes, lane by lane the address of a row, eight lanes a matrix:
+// registers of an A fragment, where these are rows 0 to 7 and 8 to 15, bytes 0 to 15, then the same rows 16
+// bytes on.
+__device__ __forceinline__ void load_matrices(uint32_t (&registers)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+                 : "r"(address)
+                 : "memory");
 }
 
 // Shared-memory descriptor of a K-major operand with the 128-byte swizzle: 8 rows of 128 bytes every 1024
@@ -91,7 +112,26 @@ __device__ __forceinline__ void wgmma_m64n128k32_rs(float (&acc)[64], const uint
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-// The same with A [64 x 32] in shared memory.
+// The same with FP16 accumulators: register 2 * i + r of a thread holds row (lane / 4) + 8 * r, columns 8 * i
+// + 2 * (lane % 4) and the next.
+__device__ __forceinline__ void wgmma_m64n128k32_rs(uint32_t (&acc)[32], const uint32_t (&a)[4], uint64_t b,
+                                                    int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f16.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1;\n}"
+        : "+r"(acc[0]), "+r"(acc[1]), "+r"(acc[2]), "+r"(acc[3]), "+r"(acc[4]), "+r"(acc[5]), "+r"(acc[6]),
+          "+r"(acc[7]), "+r"(acc[8]), "+r"(acc[9]), "+r"(acc[10]), "+r"(acc[11]), "+r"(acc[12]),
+          "+r"(acc[13]), "+r"(acc[14]), "+r"(acc[15]), "+r"(acc[16]), "+r"(acc[17]), "+r"(acc[18]),
+          "+r"(acc[19]), "+r"(acc[20]), "+r"(acc[21]), "+r"(acc[22]), "+r"(acc[23]), "+r"(acc[24]),
+          "+r"(acc[25]), "+r"(acc[26]), "+r"(acc[27]), "+r"(acc[28]), "+r"(acc[29]), "+r"(acc[30]),
+          "+r"(acc[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// The same with A [64 x 32] in shared memory and FP32 accumulators.
 __device__ __forceinline__ void wgmma_m64n128k32_ss(float (&acc)[64], uint64_t a, uint64_t b,
                                                     int accumulate) {
     asm volatile(
@@ -116,7 +156,7 @@ __device__ __forceinline__ void wgmma_m64n128k32_ss(float (&acc)[64], uint64_t a
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// The same with B [64 x 32].
+// The same with A in registers and B [64 x 32].
 __device__ __forceinline__ void wgmma_m64n64k32_rs(float (&acc)[32], const uint32_t (&a)[4], uint64_t b,
                                                    int accumulate) {
     asm volatile(

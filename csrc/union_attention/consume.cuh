@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "primitives/fp16.cuh"
 #include "primitives/fp8.cuh"
 #include "primitives/wgmma.cuh"
 #include "union_attention/pipeline.cuh"
@@ -12,140 +13,158 @@
 
 namespace pageweaver {
 
-constexpr int kConsumerBarrier = 1;
+constexpr float kHalfMax = 65504.0f, kHalfMin = 5.9604644775390625e-8f;  // FP16: the largest, and 2^-24
+constexpr uint32_t kNegativeInfinities = 0xfc00fc00u, kLowestIntegers = 0x80008000u,
+                   kNegativeZeros = kLowestIntegers;  // in both halves
+constexpr uint32_t kPScalesLog2 = 0x48004800u;        // kPScaleLog2 twice
+// Logits (base 2) from which on FP16 rounds a maximum by more than probabilities have room below 448.
+constexpr float kLargeHalfLogit = 960.0f;
 
-using Fragment = uint32_t[4];
-
-// Registers of the k-th 32 columns of an A operand.
-__device__ __forceinline__ const Fragment& fragment(const uint32_t (&registers)[16], int k) {
-    return *reinterpret_cast<const Fragment*>(&registers[4 * k]);
+// Quantises a tile's queries to E4M3 in `q`, with the 128-byte swizzle. By a worker; a warp turns its own 16
+// rows, eight lanes a row. Returns the logit factors (base 2) of a thread's rows. A head-row's maximum goes
+// to 448 over a power of two, so large that FP16 holds the difference of any two sums of its products with
+// keys.
+__device__ inline float2 load_queries(const UnionParams& p, const Tile& tile, const int32_t* rows, uint8_t* q,
+                                      float unit_factor, int warp, int lane) {
+    constexpr int kRowsAtOnce = 4;
+    // Rounding to E4M3 adds a sixteenth at most.
+    constexpr float kOverflow = 2.0f * 1.0625f * kE4m3Max * kE4m3Max / kHalfMax;
+    const int part = lane % 8;
+    uint4 raw[kRowsAtOnce][2];
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int row = 16 * warp + kRowsAtOnce * i + lane / 8, query = rows[row];
+        const uint4* const source = reinterpret_cast<const uint4*>(query_row(p, tile, query, row)) + 2 * part;
+        raw[i][0] = query >= 0 ? source[0] : make_uint4(0, 0, 0, 0);
+        raw[i][1] = query >= 0 ? source[1] : make_uint4(0, 0, 0, 0);
+    }
+    float factors[kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int row = 16 * warp + kRowsAtOnce * i + lane / 8;
+        float values[16], sum = 0.0f;
+        unpack_part(raw[i], values);
+        const float amax = row_amax(values);
+#pragma unroll
+        for (float value : values) sum += fabsf(value);
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+        // The power of two that is no less; a row of zeros counts as one of its maximum.
+        const float excess = fmaxf(sum, amax) / amax * kOverflow;
+        const float power = __uint_as_float((__float_as_uint(excess) + 0x7fffffu) & 0x7f800000u);
+        const float inverse = kE4m3Max / power / amax;
+        uint32_t words[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            words[k] = cvt_e4m3x4(values[4 * k] * inverse, values[4 * k + 1] * inverse,
+                                  values[4 * k + 2] * inverse, values[4 * k + 3] * inverse);
+        *reinterpret_cast<uint4*>(q + row * kHeadDim + (part ^ (row % 8)) * 16) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+        factors[i] = logit_factor(unit_factor, amax * (power * (1.0f / kE4m3Max)));
+    }
+    return own_factors(factors, lane);
 }
 
-// Calls body(has_low, has_high), both of them compile-time, for whichever of a warp's two halves of rows are
-// members; not at all where neither is.
-template <typename Body>
-__device__ __forceinline__ void for_members(const bool (&is_member)[2], const Body& body) {
-    if (__builtin_expect(is_member[0] && is_member[1], true))
-        body(std::true_type{}, std::true_type{});
-    else if (is_member[0])
-        body(std::true_type{}, std::false_type{});
-    else if (is_member[1])
-        body(std::false_type{}, std::true_type{});
-}
-
-// The consumer warpgroup.
-template <bool kIsCluster, bool kIsSplit>
-__device__ void consume(const UnionParams& p, SharedMemory& shared) {
-    const int warp = threadIdx.x / 32 % kConsumerWarps, lane = threadIdx.x % 32;
+// A worker's warps.
+template <bool kIsCluster>
+__device__ void consume(const UnionParams& p, SharedMemory<kIsCluster>& shared, int worker) {
+    PageSlots& slots = shared.slots[worker];
+    WorkerState& state = shared.states[worker];
+    const int warp = threadIdx.x / kWarp % kConsumerWarps, lane = threadIdx.x % kWarp;
     const int quad = lane % 4, row_low = lane / 4;
     const float unit_factor = unit_logit_factor(p);
     const float v_scale = p.v_scale_pointer ? *p.v_scale_pointer : p.v_scale;
     // (Shuffled, or the compiler would compute it again and again to save a register.)
     const uint32_t all_members =
         __shfl_sync(kAllLanes, p.group_shift > 3 ? 1u : (1u << (8 >> p.group_shift)) - 1, 0);
-    uint32_t zero;  // which the compiler does not know to be that
-    asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
     // Where the rings begin, in units of 16 bytes.
-    const uint32_t keys = smem_address(shared.keys[0]) >> 4,
-                   values = smem_address(shared.values[0].page) >> 4;
-    bool key_ready = false, value_ready = false;
-    KeyRing key_ring;
-    ValueRing value_ring;
-    uint32_t q_phase = 0;
+    const uint32_t keys = smem_address(slots.keys[0]) >> 4, values = smem_address(slots.values[0].page) >> 4;
+    // A lane's part of a load of Q fragments: 16 bytes of one of its warp's rows, the lower eight rows in the
+    // first and third eight lanes.
+    const int q_row = 16 * warp + lane % 16, q_half = lane / 8 % 2;
+    const uint32_t q_address = smem_address(slots.q) + q_row * kHeadDim + ((lane / 16 ^ q_row % 8) << 4),
+                   zeros = smem_address(shared.zeros);
+    bool key_ready = false;
+    PageRing key_ring, value_ring;
 
     for (TileRing tiles;; tiles.advance()) {
-        mbarrier_wait(smem_address(&shared.full_tile[tiles.stage]), tiles.phase);
-        const Tile& tile = shared.tiles[tiles.stage];
+        mbarrier_wait(smem_address(&state.full_tile[tiles.stage]), tiles.phase);
+        const Tile& tile = state.tiles[tiles.stage];
         if (tile.unit < 0) break;
-        const int32_t* const rows = shared.rows[tiles.stage];
+        const int32_t* const rows = state.rows[tiles.stage];
 
-        mbarrier_wait(smem_address(&shared.full_q), q_phase);
-        q_phase ^= 1;
+        // A warp reads its own rows alone, and has multiplied those of the tile before.
         // A thread has two rows, one in each half of its warp's: [0] is row_low, [1] row_low + 8.
-        const float2 factors =
-            quantize_rows<kIsSplit>(shared.q, rows, unit_factor, warp, lane, kConsumerBarrier);
+        const float2 factors = load_queries(p, tile, rows, slots.q, unit_factor, warp, lane);
+        __syncwarp();
         const float factor[2] = {factors.x, factors.y};
-        // Q as A fragments: it stays in registers for the whole tile and costs no shared-memory bandwidth.
-        // Split arithmetic needs these registers for its probabilities and multiplies Q from shared memory.
-        uint32_t q_fragments[16];
-        fence_proxy_async();
-        if constexpr (kIsSplit) {
-            named_barrier_sync(kConsumerBarrier, kConsumerWarps * 32);
-        } else {
-            __syncwarp();
-#pragma unroll
-            for (int k = 0; k < 16; ++k) {
-                const int row = 16 * warp + row_low + 8 * (k % 2),
-                          chunk = (k / 4 * 2 + k % 4 / 2) ^ (row % 8);
-                q_fragments[k] =
-                    *reinterpret_cast<const uint32_t*>(shared.q + row * kHeadDim + chunk * 16 + 4 * quad);
-            }
-        }
-        // Lets the next tile's queries come. What was read of these is in registers, or multiplied.
-        const auto release_q = [&] {
-            fence_proxy_async();
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_q));
+        // A larger one leaves nothing beside the maximum, a smaller one nothing to choose between; 0 would
+        // make NaN of -inf.
+        const auto in_range = [](float x) { return x > kHalfMax ? kHalfMax : x < kHalfMin ? kHalfMin : x; };
+        const uint32_t factor_pair = pack_f16x2(in_range(factor[0]), in_range(factor[1]));
+        // What is added to a scaled score: 8 less the maximum's logit, in FP16. That rounded number is what
+        // counts, so that its rounding is no error. Of a pair of maxima; where their logits are not large.
+        const auto bases_of = [&](uint32_t pair) {
+            return fma_f16x2(neg_f16x2(pair), factor_pair, kPScalesLog2);
         };
+        const auto is_large = [&](int h, float highest) {
+            return fabsf(highest) * factor[h] > kLargeHalfLogit;
+        };
+        // Bits of a maximum from which on it is not plainly positive and small: negative, large, NaN. The
+        // lowest of a warp's rows, which needs no register of every thread.
+        const auto limit_of = [&](int h) {
+            return uint32_t{__half_as_ushort(__float2half_rz(fminf(kLargeHalfLogit / factor[h], kHalfMax)))};
+        };
+        const uint32_t limit_bits = __reduce_min_sync(kAllLanes, min(limit_of(0), limit_of(1)));
         // The queries of each half of rows, and their lowest position: pages that end before need no mask.
         const auto lowest_position = [&](int half) {
             const int query = rows[16 * warp + 8 * half + lane % 8];
             return __reduce_min_sync(kAllLanes, query < 0 ? -1 : query + tile.shift);
         };
         const int low_position[2] = {lowest_position(0), lowest_position(1)};
-        // Bits of a maximum from which on it is not plainly positive and small: negative, huge, NaN. The
-        // lowest of a warp's rows, which needs no register of every thread.
-        const uint32_t limit_bits =
-            __reduce_min_sync(kAllLanes, min(__float_as_uint(kLargeLogit * 0.999f / factor[0]),
-                                             __float_as_uint(kLargeLogit * 0.999f / factor[1])));
-        // A total for each of a thread's registers of row sums; single parts have but one column's.
-        constexpr int kParts = kIsSplit ? 2 : 1, kTotals = 2 * kParts;
-        // Output columns 0 to 63 and 64 to 127; one half of a page's PV.
-        float acc_low[32], acc_high[32], product[32], sums[4], scores[64];
-        uint32_t probabilities[kParts][16] = {};  // high parts, then low parts
-        float maximum[2] = {-INFINITY, -INFINITY}, total[kTotals] = {}, rescale[2];
+        // Output columns 0 to 63 and 64 to 127; one half of a page's PV. Scores in pairs of columns, then
+        // exponents.
+        float acc_low[32], acc_high[32], product[32], sums[4];
+        uint32_t scores[32], probabilities[16], q_fragments[16];
+        uint32_t maxima = kNegativeInfinities;  // of both rows, as scores are
+        float total[2] = {}, rescale[2] = {};
         bool is_member[2] = {};
-
-        // Scores of the next page, and who selected it.
-        uint32_t members = 0;
+        // Who selected the page, and what follows from that: which halves are members, a bit each, and
+        // whether some of these has columns that it may not see.
+        uint32_t members = 0, member_halves = 0, has_hidden = 0;
         int page_start = 0;
-        // What follows from that is worked out while the scores are on their way: which halves are members, a
-        // bit each, and whether some of these has columns that it may not see.
-        uint32_t next_members = 0, has_hidden = 0;
+
+        // A half of rows that did not select the page takes zeros: products of zeros need less power.
+        const auto fetch_queries = [&] {
+            if (!key_ready) mbarrier_wait(smem_address(&state.full_key[key_ring.stage]), key_ring.phase);
+            const PageMeta& meta = state.meta[key_ring.stage];
+            members = reinterpret_cast<const uint16_t*>(&meta.members)[warp];
+            page_start = meta.start;
+            const uint32_t source = members >> 8 * q_half & 0xff ? q_address : zeros;
+#pragma unroll
+            for (int k = 0; k < kHeadDim / 32; ++k)
+                load_matrices(reinterpret_cast<Fragment&>(q_fragments[4 * k]), source ^ k << 5);
+        };
+        const auto issue_qk = [&] {
+            const uint64_t operand = wgmma_descriptor_at(keys + key_ring.stage * (kPageBytes >> 4));
+            discard_registers(scores);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kHeadDim / 32; ++k)
+                wgmma_m64n128k32_rs(scores, fragment(q_fragments, k), operand + 2 * k, k > 0);
+            wgmma_commit_group();
+        };
         const auto look_up = [&] {
-            next_members = has_hidden = 0;
+            member_halves = has_hidden = 0;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const uint32_t half = members >> 8 * h & 0xff;
                 if (half == 0) continue;
-                next_members |= 1u << h;
+                member_halves |= 1u << h;
                 if (page_start + kPageSize - 1 > low_position[h] || half != all_members) has_hidden = 1;
             }
             // Else the compiler leaves it for behind the wait.
-            asm volatile("" : "+r"(next_members), "+r"(has_hidden));
-        };
-        const auto issue_qk = [&] {
-            if (!key_ready) mbarrier_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
-            const uint64_t operand = wgmma_descriptor_at(keys + key_ring.stage * (kPageBytes >> 4));
-            discard_registers(scores);
-            wgmma_fence();
-            if constexpr (kIsSplit) {
-                // Low parts first: what the accumulator truncates is then relative to them.
-#pragma unroll
-                for (int k = 0; k < 2 * kHeadDim / 32; ++k) {
-                    const uint64_t part =
-                        wgmma_descriptor(smem_address(shared.q + (k < kHeadDim / 32 ? kQBytes : 0)));
-                    wgmma_m64n128k32_ss(scores, part + 2 * (k % 4), operand + 2 * (k % 4), k > 0);
-                }
-            } else {
-#pragma unroll
-                for (int k = 0; k < kHeadDim / 32; ++k)
-                    wgmma_m64n128k32_rs(scores, fragment(q_fragments, k), operand + 2 * k, k > 0);
-            }
-            wgmma_commit_group();
-            const PageMeta& meta = shared.meta[key_ring.stage];
-            members = reinterpret_cast<const uint16_t*>(&meta.members)[warp];
-            page_start = meta.start;
+            asm volatile("" : "+r"(member_halves), "+r"(has_hidden));
         };
         // One half of a page's PV, output columns 64 to 127 first: below these lie the ones, and their
         // product is the row sums of the rounded probabilities.
@@ -157,18 +176,13 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
             if constexpr (kIsFirst) discard_registers(sums);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < kParts * kPageSize / 32; ++k) {
-                const Fragment& part = fragment(probabilities[kParts - 1 - k / 4], k % 4);
+            for (int k = 0; k < kPageSize / 32; ++k) {
                 if constexpr (kIsFirst)
-                    wgmma_m64n72k32_rs(product, sums, part, operand + 2 * (k % 4), k > 0);
+                    wgmma_m64n72k32_rs(product, sums, fragment(probabilities, k), operand + 2 * k, k > 0);
                 else
-                    wgmma_m64n64k32_rs(product, part, operand + 2 * (k % 4), k > 0);
+                    wgmma_m64n64k32_rs(product, fragment(probabilities, k), operand + 2 * k, k > 0);
             }
             wgmma_commit_group();
-        };
-        const auto wait_value = [&] {
-            if (!value_ready)
-                mbarrier_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
         };
         // O = O * rescale + PV. A half without a member has PV = 0 and leaves O alone.
         const auto add_product = [&](float (&acc)[32]) {
@@ -180,29 +194,15 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
                     if (kHas[i / 2 % 2]) acc[i] = fmaf(acc[i], rescale[i / 2 % 2], product[i]);
             });
         };
-        const auto add_high = [&] {
-            fence_registers(sums);
-            add_product(acc_high);
-#pragma unroll
-            for (int i = 0; i < kTotals; ++i) {
-                const int h = i / kParts;
-                if (is_member[h]) total[i] = fmaf(total[i], rescale[h], sums[4 / kTotals * i]);
-            }
-        };
-        const auto release_value = [&] {
-            __syncwarp();
-            if (lane == 0) release<kIsCluster>(shared.empty_value[value_ring.stage]);
-            value_ring.advance();
-        };
 
-        // Scores to probabilities for one page; `before_exp` runs between the maxima and the exponentials.
-        const auto softmax = [&](auto before_exp) {
+        // Scores of a page to exponents of its probabilities.
+        const auto take_scores = [&] {
             fence_registers(scores);
-            const bool will_be_member[2] = {(next_members & 1) != 0, (next_members & 2) != 0};
+            is_member[0] = (member_halves & 1) != 0, is_member[1] = (member_halves & 2) != 0;
             if (__builtin_expect(has_hidden, false)) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    if (!will_be_member[h]) continue;
+                    if (!is_member[h]) continue;
                     // The last visible column of the row, -1 where the row's query is no member.
                     const int row = 16 * warp + row_low + 8 * h;
                     const bool selected = members >> (8 * h + (row_low >> p.group_shift)) & 1;
@@ -210,242 +210,184 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
                     const int own_limit = limit - 2 * quad;
 #pragma unroll
                     for (int k = 0; k < 16; ++k) {
-                        if (8 * k > own_limit) scores[4 * k + 2 * h] = -INFINITY;
-                        if (8 * k + 1 > own_limit) scores[4 * k + 2 * h + 1] = -INFINITY;
+                        uint32_t& pair = scores[2 * k + h];
+                        if (8 * k + 1 > own_limit) pair = (pair & 0xffffu) | (kNegativeInfinities & ~0xffffu);
+                        if (8 * k > own_limit) pair = kNegativeInfinities;
                     }
                 }
             }
-            float base[2], next_rescale[2];
-            // Positive floats are in the order of their bits, and any of them is above all negative ones:
-            // the maximum of three integers is one instruction. Two chains a row keep its latency short.
-            const auto extreme = [&](int h, auto of_three) {
-                int chains[2] = {__float_as_int(maximum[h]), __float_as_int(scores[2 * h])};
+            // Positive numbers are in the order of their bits, and any of them is above all negative ones:
+            // the maxima of three pairs of integers are one instruction. Two chains a row keep its latency
+            // short.
+            const auto extremes = [&](int h, auto of_three) {
+                uint32_t chains[2] = {scores[h], scores[2 + h]};
 #pragma unroll
-                for (int k = 0; k < 16; ++k) {
-                    const float* const pair = &scores[4 * k + 2 * h];
-                    chains[k % 2] = of_three(chains[k % 2], __float_as_int(pair[0]), __float_as_int(pair[1]));
-                }
+                for (int k = 2; k < 16; k += 2)
+                    chains[k / 2 % 2] = of_three(chains[k / 2 % 2], scores[2 * k + h], scores[2 * k + 2 + h]);
                 return of_three(chains[0], chains[1], chains[1]);
             };
-            const auto over_quad = [&](int value, auto of_three) {
-                const int other = __shfl_xor_sync(kAllLanes, value, 1);
-                value = of_three(value, other, other);
-                const int last = __shfl_xor_sync(kAllLanes, value, 2);
-                return of_three(value, last, last);
+            const auto over_quad = [&](uint32_t pair, auto of_three) {
+                const uint32_t other = __shfl_xor_sync(kAllLanes, pair, 1);
+                pair = of_three(pair, other, other);
+                const uint32_t last = __shfl_xor_sync(kAllLanes, pair, 2);
+                return of_three(pair, last, last);
             };
-            const auto max3 = [](int a, int b, int c) { return __vimax3_s32(a, b, c); };
-            const auto min3 = [](int a, int b, int c) { return __vimin3_s32(a, b, c); };
-            float before[2];
-            int bits[2];
+            const auto max3 = [](uint32_t a, uint32_t b, uint32_t c) { return __vimax3_s16x2(a, b, c); };
+            const auto min3 = [](uint32_t a, uint32_t b, uint32_t c) { return __vimin3_s16x2(a, b, c); };
+            const uint32_t before = maxima;
             bool has_rare = false;
-            for_members(will_be_member, [&](auto... has) {
+            for_members(is_member, [&](auto... has) {
                 constexpr bool kHas[2] = {decltype(has)::value...};
-                bool is_rare = false;
+                uint32_t found[2] = {kLowestIntegers, kLowestIntegers};
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
-                    if (kHas[h]) bits[h] = extreme(h, max3);
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    if (!kHas[h]) continue;
-                    bits[h] = over_quad(bits[h], max3);
-                    is_rare |= static_cast<uint32_t>(bits[h]) >= limit_bits;
-                }
+                    if (kHas[h]) found[h] = extremes(h, max3);
+                // From a pair a row to a pair of rows
+                maxima = max3(before, __byte_perm(found[0], found[1], 0x5410),
+                              __byte_perm(found[0], found[1], 0x7632));
+                maxima = over_quad(maxima, max3);
+                has_rare = __any_sync(kAllLanes, (kHas[0] && (maxima & 0xffff) >= limit_bits) ||
+                                                     (kHas[1] && maxima >> 16 >= limit_bits));
                 // Made beside the vote, not behind it.
-                has_rare = __any_sync(kAllLanes, is_rare);
+                const uint32_t bases = bases_of(maxima), last_bases = bases_of(before);
+                if (kHas[0]) rescale[0] = ex2_approx(half_of<0>(bases) - half_of<0>(last_bases));
+                if (kHas[1]) rescale[1] = ex2_approx(half_of<1>(bases) - half_of<1>(last_bases));
+                if (__builtin_expect(has_rare, false)) return;
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    if (!kHas[h]) continue;
-                    before[h] = maximum[h];
-                    maximum[h] = __int_as_float(bits[h]);
-                    next_rescale[h] = ex2_approx((before[h] - maximum[h]) * factor[h]);
-                    base[h] = fmaf(-maximum[h], factor[h], kPScaleLog2);
+                for (int k = 0; k < 16; ++k) {
+                    if (kHas[0])
+                        scores[2 * k] = fma_f16x2(scores[2 * k], twice<0>(factor_pair), twice<0>(bases));
+                    if (kHas[1])
+                        scores[2 * k + 1] =
+                            fma_f16x2(scores[2 * k + 1], twice<1>(factor_pair), twice<1>(bases));
                 }
             });
             if (__builtin_expect(has_rare, false)) {
+                // A row's bits are the same here and there, or they would depend on who shares its warp.
+                const uint32_t low[2] = {extremes(0, min3), extremes(1, min3)};
+                const uint32_t lows = over_quad(
+                    min3(before, __byte_perm(low[0], low[1], 0x5410), __byte_perm(low[0], low[1], 0x7632)),
+                    min3);
+                // Where a row has seen nothing but negative numbers, the highest is the lowest integer.
+                uint32_t found = 0;
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    if (!will_be_member[h]) continue;
-                    // Nothing but negative floats: the highest is the lowest integer.
-                    maximum[h] = before[h];
-                    const int lowest = over_quad(extreme(h, min3), min3);
-                    maximum[h] = __int_as_float(bits[h] < 0 ? lowest : bits[h]);
-                    // A row that has seen nothing yet subtracts 0: -inf - -inf would be NaN.
-                    const float subtracted = maximum[h] == -INFINITY ? 0.0f : maximum[h];
-                    // Logits so large that a maximum's rounding shows in an exponential: subtract before
-                    // multiplying.
-                    const bool is_large = fabsf(subtracted) * factor[h] > kLargeLogit;
-#pragma unroll
-                    for (int i = 0; i < 64; ++i)
-                        if (i / 2 % 2 == h && is_large) scores[i] -= subtracted;
-                    next_rescale[h] = ex2_approx((before[h] - subtracted) * factor[h]);
-                    base[h] = fmaf(is_large ? 0.0f : -subtracted, factor[h], kPScaleLog2);
+                    const uint32_t half = 0xffffu << 16 * h;
+                    found |= half & (!is_member[h]                     ? before
+                                     : maxima & half & kLowestIntegers ? lows
+                                                                       : maxima);
                 }
+                maxima = found;
+                const auto take_row = [&](auto which) {
+                    constexpr int h = decltype(which)::value;
+                    const float highest = half_of<h>(maxima), last = half_of<h>(before);
+                    const bool has_large = is_large(h, highest), had_large = is_large(h, last);
+                    // Of rows that have seen nothing yet: -inf - -inf would be NaN.
+                    const bool is_empty = highest == -INFINITY, was_empty = last == -INFINITY;
+                    const float base = is_empty ? kPScaleLog2 : half_of<h>(bases_of(maxima));
+                    const float fall =
+                        has_large && had_large
+                            ? (last - highest) * factor[h]
+                            : (had_large ? last * factor[h] : kPScaleLog2 - half_of<h>(bases_of(before))) -
+                                  (has_large ? highest * factor[h] : kPScaleLog2 - base);
+                    rescale[h] = was_empty ? 0.0f : ex2_approx(fall);
+                    // Large: the maximum is subtracted before the product, which is exact where it matters.
+                    const bool is_first = has_large && !is_empty;
+                    const uint32_t subtracted = is_first ? twice<h>(neg_f16x2(maxima)) : kNegativeZeros,
+                                   added = is_first ? kPScalesLog2 : pack_f16x2(base, base);
+#pragma unroll
+                    for (int k = 0; k < 16; ++k)
+                        scores[2 * k + h] =
+                            fma_f16x2(add_f16x2(scores[2 * k + h], subtracted), twice<h>(factor_pair), added);
+                };
+                if (is_member[0]) take_row(std::integral_constant<int, 0>{});
+                if (is_member[1]) take_row(std::integral_constant<int, 1>{});
             }
             __syncwarp();
-            if (lane == 0) release<kIsCluster>(shared.empty_key[key_ring.stage]);
+            if (lane == 0) release<kIsCluster>(state.empty_key[key_ring.stage]);
             key_ring.advance();
-
-            before_exp();
-            // Asked now, answered when the exponentials are done.
-            key_ready = mbarrier_test_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
-            value_ready =
-                mbarrier_test_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
-            // The lower half of PV of the page before, an eighth at a time: where both halves have
-            // exponentials to do, between these, which leave issue slots free.
-            const bool was_member[2] = {is_member[0], is_member[1]};
-            const float last_rescale[2] = {rescale[0], rescale[1]};
-            const auto add_eighth = [&](int part) {
-#pragma unroll
-                for (int i = 4 * part; i < 4 * part + 4; ++i)
-                    if (was_member[i / 2 % 2])
-                        acc_low[i] = fmaf(acc_low[i], last_rescale[i / 2 % 2], product[i]);
-            };
-            if (!(will_be_member[0] && will_be_member[1])) {
-#pragma unroll
-                for (int k = 0; k < 8; ++k) add_eighth(k);
-            }
+            // Asked now, answered when the next page's keys are wanted.
+            key_ready = mbarrier_test_wait(smem_address(&state.full_key[key_ring.stage]), key_ring.phase);
+        };
+        const auto take_exponents = [&] {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                is_member[h] = will_be_member[h];
                 if (is_member[h]) continue;
 #pragma unroll
-                for (int part = 0; part < kParts; ++part)
-#pragma unroll
-                    for (int k = 0; k < 8; ++k) probabilities[part][2 * k + h] = 0;
+                for (int k = 0; k < 8; ++k) probabilities[2 * k + h] = 0;
             }
             for_members(is_member, [&](auto... has) {
                 constexpr bool kHas[2] = {decltype(has)::value...};
 #pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    if (kHas[h]) rescale[h] = next_rescale[h];
-#pragma unroll
-                for (int k = 0; k < 8; ++k) {
-                    if (kHas[0] && kHas[1]) add_eighth(k);
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        if (!kHas[h]) continue;
-                        float e[4];
-#pragma unroll
-                        for (int j = 0; j < 4; ++j)
-                            e[j] = ex2_approx(
-                                fmaf(scores[8 * k + j / 2 * 4 + 2 * h + j % 2], factor[h], base[h]));
-                        // The next multiplications wait for an exponential of these: else all 64 go first,
-                        // and the unit that computes exponentials, the slower one, stands still meanwhile.
-                        // Split has enough else to do.
-                        if constexpr (!kIsSplit)
-                            base[h] =
-                                __uint_as_float(__float_as_uint(base[h]) | (__float_as_uint(e[0]) & zero));
-                        if constexpr (kIsSplit) {
-                            float high[4];
-#pragma unroll
-                            for (int j = 0; j < 4; ++j) {
-                                high[j] = round_to_e4m3(e[j]);
-                                e[j] -= high[j];
-                            }
-                            probabilities[0][2 * k + h] = cvt_e4m3x4(high[0], high[1], high[2], high[3]);
-                        }
-                        probabilities[kParts - 1][2 * k + h] = cvt_e4m3x4(e[0], e[1], e[2], e[3]);
-                    }
+                for (int i = 0; i < 16; ++i) {
+                    if (!kHas[i % 2]) continue;
+                    const uint32_t low = scores[4 * (i / 2) + i % 2], high = scores[4 * (i / 2) + 2 + i % 2];
+                    probabilities[i] = cvt_e4m3x4(ex2_approx(half_of<0>(low)), ex2_approx(half_of<1>(low)),
+                                                  ex2_approx(half_of<0>(high)), ex2_approx(half_of<1>(high)));
                 }
             });
         };
 
-        const int rounds = tile.rounds;
-#pragma unroll
-        for (int k = 0; k < 32; ++k) acc_low[k] = acc_high[k] = 0.0f;
-        // PV of the page before beside QK of the next, all but the last half of that PV.
-        const auto multiply_and_score = [&] {
-            wait_value();
-            issue_pv(std::true_type{});
+        // One page. In a cluster a CTA that waits for a page holds no slot, or the two could wait for each
+        // other: it has done with this page before it looks at the next.
+        const auto visit = [&](bool has_next) {
             issue_qk();
-            wgmma_wait_group<1>();
-            add_high();
-            issue_pv(std::false_type{});
             look_up();
-            wgmma_wait_group<1>();
-        };
-        // The first page has none before it, and no half is a member yet: nothing will be added.
-        const auto finish_product = [&](bool has_product) {
             wgmma_wait_group<0>();
-            fence_registers(product);
-            if (has_product) release_value();
-        };
-        const auto multiply_values = [&] {
-            wait_value();
+            take_scores();
+            take_exponents();
+            mbarrier_wait(smem_address(&state.full_value[value_ring.stage]), value_ring.phase);
             issue_pv(std::true_type{});
             wgmma_wait_group<0>();
-            add_high();
+            fence_registers(sums);
+            add_product(acc_high);
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (is_member[h]) total[h] = fmaf(total[h], rescale[h], sums[2 * h]);
             issue_pv(std::false_type{});
+            if (has_next) fetch_queries();
             wgmma_wait_group<0>();
             add_product(acc_low);
-            release_value();
+            __syncwarp();
+            if (lane == 0) release<kIsCluster>(state.empty_value[value_ring.stage]);
+            value_ring.advance();
         };
+#pragma unroll
+        for (int k = 0; k < 32; ++k) acc_low[k] = acc_high[k] = 0.0f;
         if constexpr (kIsCluster) {
-            // A CTA that waits for a page holds no slot, or the two could wait for each other: PV ends before
-            // the next page.
             const int count = p.union_counts[tile.unit];
             for (int place = 0; place < count; ++place) {
-                mbarrier_wait(smem_address(&shared.full_key[key_ring.stage]), key_ring.phase);
-                if (shared.meta[key_ring.stage].members != 0) {
+                mbarrier_wait(smem_address(&state.full_key[key_ring.stage]), key_ring.phase);
+                if (state.meta[key_ring.stage].members != 0) {
                     key_ready = true;
-                    issue_qk();
-                    look_up();
-                    wgmma_wait_group<0>();
-                    is_member[0] = is_member[1] = false;
-                    softmax([] {});
-                    multiply_values();
+                    fetch_queries();
+                    visit(false);
                 } else {
-                    mbarrier_wait(smem_address(&shared.full_value[value_ring.stage]), value_ring.phase);
+                    mbarrier_wait(smem_address(&state.full_value[value_ring.stage]), value_ring.phase);
                     __syncwarp();
                     if (lane == 0) {
-                        release<kIsCluster>(shared.empty_key[key_ring.stage]);
-                        release<kIsCluster>(shared.empty_value[value_ring.stage]);
+                        release<kIsCluster>(state.empty_key[key_ring.stage]);
+                        release<kIsCluster>(state.empty_value[value_ring.stage]);
                     }
                     key_ring.advance();
                     value_ring.advance();
                 }
             }
-            release_q();
-        } else if (rounds > 0) {
-            issue_qk();
-            look_up();
-            wgmma_wait_group<0>();
-            if constexpr (kIsSplit) {
-                // One copy of the softmax for all pages: with another for the first, instruction caches do
-                // not hold this loop.
-                for (int j = 1;; ++j) {
-                    if (j == rounds) release_q();
-                    softmax([&] { finish_product(j > 1); });
-                    if (j == rounds) break;
-                    multiply_and_score();
-                }
-            } else {
-                release_q();
-                softmax([] {});
-                for (int j = 1; j < rounds; ++j) {
-                    multiply_and_score();
-                    softmax([&] { finish_product(true); });
-                }
-            }
-            multiply_values();
         } else {
-            release_q();
+            const int rounds = tile.rounds;
+            if (rounds > 0) fetch_queries();
+            for (int j = 0; j < rounds; ++j) visit(j + 1 < rounds);
         }
 
-        // Normalise and store to the original rows. What normalises, and the sum that an LSE takes, are one
-        // but in split; that has the latter in the lanes that store it.
-        float normaliser[2] = {total[0], total[kParts]}, lse_sum[2] = {total[0], total[kParts]};
-        if constexpr (kIsSplit) {
-            lse_sum[0] = lse_sum[1] = row_sum(total, quad);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) normaliser[h] = row_normaliser(total, h);
-        }
+        // Normalise and store to the original rows. An LSE is relative to the maximum, of whose exponent what
+        // base added to it is known.
+        const uint32_t highest_exponents = fma_f16x2(maxima, factor_pair, bases_of(maxima));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int head_row = head_row_of(16 * warp + row_low + 8 * h);
-            const int64_t query = rows[16 * warp + row_low + 8 * h], qo_head = qo_head_of(p, tile, head_row);
+            const int row = 16 * warp + row_low + 8 * h, head_row = head_row_of(row);
+            const int64_t query = rows[row], qo_head = qo_head_of(p, tile, head_row);
             if (query < 0) continue;
-            const float scale = normaliser[h] == 0.0f ? 0.0f : v_scale / normaliser[h];
+            const float scale = total[h] == 0.0f ? 0.0f : v_scale / total[h];
             // Eight neighbouring columns each (packed_row_of).
             uint4* const target =
                 reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + query * p.out_stride_row +
@@ -458,18 +400,22 @@ __device__ void consume(const UnionParams& p, SharedMemory& shared) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     const int i = 16 * (g % 2) + 4 * k + 2 * h;
-                    const __nv_bfloat162 pair = __floats2bfloat162_rn(acc[i] * scale, acc[i + 1] * scale);
-                    words[k] = *reinterpret_cast<const uint32_t*>(&pair);
+                    words[k] = cvt_bf16x2(acc[i] * scale, acc[i + 1] * scale);
                 }
                 target[4 * g] = make_uint4(words[0], words[1], words[2], words[3]);
             }
-            if (p.lse && quad == (kIsSplit ? h : 0))
+            if (p.lse && quad == 0) {
+                const float highest = h == 0 ? half_of<0>(maxima) : half_of<1>(maxima);
+                const float exponent = is_large(h, highest) ? kPScaleLog2
+                                       : h == 0             ? half_of<0>(highest_exponents)
+                                                            : half_of<1>(highest_exponents);
                 p.lse[query * p.lse_stride_row + qo_head * p.lse_stride_head] =
-                    lse_sum[h] == 0.0f ? -INFINITY
-                                       : (maximum[h] * factor[h] + log2f(lse_sum[h]) - kPScaleLog2) * kLn2;
+                    total[h] == 0.0f ? -INFINITY
+                                     : (highest * factor[h] + (log2f(total[h]) - exponent)) * kLn2;
+            }
         }
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tiles.stage]));
+        if (lane == 0) mbarrier_arrive(smem_address(&state.empty_tile[tiles.stage]));
     }
 }
 

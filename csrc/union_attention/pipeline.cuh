@@ -1,85 +1,55 @@
-// Union attention over FP8 caches: its shared memory, and the warps that fill it with pages.
+// Union attention over FP8 caches: shared memory, and the warps that fill it with pages.
 #pragma once
 
-#include <type_traits>
+#include <cuda_bf16.h>
 
-#include "primitives/bulk_copy.cuh"
-#include "primitives/mbarrier.cuh"
-#include "union_attention/tile.cuh"
+#include "union_attention/pages.cuh"
 
 namespace pageweaver {
 
-constexpr int kStages = 3, kValueStages = 2, kTileSlots = 2;
-constexpr int kCtasPerSm = 2;
-constexpr int kConsumerWarps = 4;
-constexpr int kPageBytes = kPageSize * kHeadDim, kQBytes = kTileRows * kHeadDim;
-constexpr int kRawRowBytes = 2 * kHeadDim;
+// Workers of a CTA: warpgroups that compute, each on tiles of its own. Three keep a multiprocessor busy where
+// two wait for each other's products, and 152 registers a thread are what three leave each other. In a
+// cluster the CTA is one.
+template <bool kIsCluster>
+constexpr int kWorkers = kIsCluster ? 1 : 3;
 
-// Who selected the page of a slot. A warp's rows are two halves of eight (head_row_of): `members` has a byte
-// for each, a bit for each query there.
-struct alignas(16) PageMeta {
-    uint64_t members;
-    int32_t start;  // the page's first position
-};
-static_assert(kConsumerWarps == 4, "a byte for each half");
+constexpr int kStages = 2;
+using PageRing = RingPosition<kStages>;  // of keys and of values: both go from page to page
 
-// The bytes of the queries in `mask`, a bit a query of the tile.
-__device__ __forceinline__ uint64_t member_bytes(uint64_t mask, int group_shift) {
-    const uint32_t half_queries = group_shift > 3 ? 1u : (1u << (8 >> group_shift)) - 1;
-    uint32_t words[2] = {};
-#pragma unroll 1
-    for (int half = 0; half < 2 * kConsumerWarps; ++half) {
-        const uint32_t queries =
-            static_cast<uint32_t>(mask >> (head_row_of(8 * half) >> group_shift)) & half_queries;
-        (half < kConsumerWarps ? words[0] : words[1]) |= queries << 8 * (half % kConsumerWarps);
-    }
-    return uint64_t{words[1]} << 32 | words[0];
-}
-
-// V^T of a page, and below it 8 rows of 1.0 in e4m3 (split: of 1.0 and 0, row_sums.cuh): columns of PV that
-// are the row sums of P.
-struct ValueSlot {
-    uint8_t page[kPageBytes];
-    uint32_t ones[8 * kPageSize / 4];
-};
-
-struct SharedMemory {
+struct PageSlots {
     uint8_t keys[kStages][kPageBytes];
-    ValueSlot values[kValueStages];
-    uint8_t q[2 * kQBytes];               // raw; then E4M3, and where split its low parts behind
+    ValueSlot values[kStages];
+    uint8_t q[kQBytes];  // E4M3, with the swizzle
+};
+
+struct WorkerState {
     int32_t rows[kTileSlots][kTileRows];  // the query of each row, -1 where the tile has none
     Tile tiles[kTileSlots];               // of no unit: there are no more
     PageMeta meta[kStages];
-    uint64_t full_key[kStages], empty_key[kStages], full_value[kValueStages], empty_value[kValueStages];
-    uint64_t full_tile[kTileSlots], empty_tile[kTileSlots], full_q, empty_q;
+    uint64_t full_key[kStages], empty_key[kStages], full_value[kStages], empty_value[kStages];
+    uint64_t full_tile[kTileSlots], empty_tile[kTileSlots];
 };
-static_assert(kCtasPerSm * (sizeof(SharedMemory) + 1024) <= 228 * 1024, "two CTAs must fit on an SM");
 
-using KeyRing = RingPosition<kStages>;
-using ValueRing = RingPosition<kValueStages>;
-using TileRing = RingPosition<kTileSlots>;
-
-// Gives a slot back to the producers that fill it.
 template <bool kIsCluster>
-__device__ __forceinline__ void release(uint64_t& barrier) {
-    if constexpr (kIsCluster) {
-        mbarrier_arrive_cluster(smem_address(&barrier), 0);
-        mbarrier_arrive_cluster(smem_address(&barrier), 1);
-    } else {
-        mbarrier_arrive(smem_address(&barrier));
-    }
-}
+struct SharedMemory {
+    PageSlots slots[kWorkers<kIsCluster>];
+    WorkerState states[kWorkers<kIsCluster>];
+    alignas(128) uint8_t zeros[kHeadDim];  // a row of Q
+};
+static_assert(sizeof(SharedMemory<false>) <= 227 * 1024 && sizeof(SharedMemory<true>) <= 113 * 1024);
 
-// Draws tiles, one ahead of those at work, and copies their queries as they are. By a warp.
+// Draws a tile that has queries, or (unit below 0) none: there are no more. Its rows are looked up, and their
+// queries asked for. By a warp; `number` is the first tile to try, below 0 the next that nobody has.
 template <bool kIsCluster>
-__device__ void draw_tiles(const UnionParams& p, SharedMemory& shared) {
-    const int lane = threadIdx.x % 32;
-    TileRing ring;
-    uint32_t q_phase = 0;
-    for (int number = blockIdx.x;;) {
+__device__ __forceinline__ void draw_tile(const UnionParams& p, int number, Tile& tile, int32_t* rows) {
+    const int lane = threadIdx.x % kWarp;
+    int live_rows = 0;
+    for (;; number = -1) {
+        if (number < 0) {
+            if (lane == 0) number = kWorkers<kIsCluster> * gridDim.x + atomicAdd(&p.counters[kTilesDrawn], 1);
+            number = __shfl_sync(kAllLanes, number, 0);
+        }
         const bool exists = number < tile_count(p);
-        mbarrier_wait(smem_address(&shared.empty_tile[ring.stage]), ring.phase ^ 1);
-        Tile& tile = shared.tiles[ring.stage];
         if (lane == 0) {
             if (exists)
                 tile = tile_at(p, number);
@@ -87,100 +57,119 @@ __device__ void draw_tiles(const UnionParams& p, SharedMemory& shared) {
                 tile.unit = -1;
         }
         __syncwarp();
+        if (!exists) return;
+        live_rows = max(tile.live_queries, 0) << p.group_shift;
         // In a cluster a tile without queries still copies its half of every page.
-        const int live_rows = exists ? max(tile.live_queries, 0) << p.group_shift : 0;
-        if (kIsCluster || !exists || live_rows > 0) {
-            int queries[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int head_row = head_row_of(lane + 32 * i);
-                queries[i] = head_row < live_rows
-                                 ? static_cast<int>(query_of(p, tile, head_row >> p.group_shift))
-                                 : -1;
-                shared.rows[ring.stage][lane + 32 * i] = queries[i];
-            }
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(smem_address(&shared.full_tile[ring.stage]));
-            if (!exists) break;
-            ring.advance();
+        if (kIsCluster || live_rows > 0) break;
+    }
+#pragma unroll 1
+    for (int row = lane; row < kTileRows; row += kWarp) {
+        const int head_row = head_row_of(row);
+        int query = -1;
+        if (head_row < live_rows) {
+            query = static_cast<int>(query_of(p, tile, head_row >> p.group_shift));
+            const __nv_bfloat16* const source = query_row(p, tile, query, row);
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(source + kHeadDim / 2));
+        }
+        rows[row] = query;
+    }
+}
 
-            const uint32_t full = smem_address(&shared.full_q);
-            mbarrier_wait(smem_address(&shared.empty_q), q_phase ^ 1);
-            q_phase ^= 1;
-            if (lane == 0) mbarrier_arrive_expect_tx(full, live_rows * kRawRowBytes);
+// Draws tiles for all workers of the CTA, one ahead of those at work. By a warp.
+template <bool kIsCluster>
+__device__ void draw_tiles(const UnionParams& p, SharedMemory<kIsCluster>& shared) {
+    constexpr int kCount = kWorkers<kIsCluster>;
+    const int lane = threadIdx.x % kWarp;
+    // A bit a worker: who may have more tiles, who had none yet, and the place in its ring of tiles.
+    uint32_t running = (1u << kCount) - 1, is_new = running, stages = 0, phases = 0;
+    while (running != 0) {
+        bool has_drawn = false;
+#pragma unroll 1
+        for (int worker = 0; worker < kCount; ++worker) {
+            const uint32_t bit = 1u << worker;
+            const int stage = (stages & bit) != 0;
+            WorkerState& state = shared.states[worker];
+            if (!(running & bit) ||
+                !mbarrier_test_wait(smem_address(&state.empty_tile[stage]), (phases & bit) == 0))
+                continue;
+            int number = is_new & bit ? static_cast<int>(worker * gridDim.x + blockIdx.x) : -1;
+            // A cluster has but one.
+            if (kIsCluster && number < 0) number = tile_count(p);
+            is_new &= ~bit;
+            draw_tile<kIsCluster>(p, number, state.tiles[stage], state.rows[stage]);
             __syncwarp();
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int row = lane + 32 * i;
-                if (queries[i] >= 0)
-                    cp_async_bulk(smem_address(shared.q) + row * kRawRowBytes,
-                                  static_cast<const __nv_bfloat16*>(p.q) + queries[i] * p.q_stride_row +
-                                      qo_head_of(p, tile, head_row_of(row)) * p.q_stride_head,
-                                  kRawRowBytes, full);
-            }
+            if (state.tiles[stage].unit < 0) running &= ~bit;
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(smem_address(&state.full_tile[stage]));
+            if (stage == 1) phases ^= bit;
+            stages ^= bit;
+            has_drawn = true;
         }
-        if constexpr (kIsCluster) {
-            number = tile_count(p);
-        } else {
-            if (lane == 0) number = gridDim.x + atomicAdd(&p.counters[kTilesDrawn], 1);
-            number = __shfl_sync(kAllLanes, number, 0);
-        }
+        // Tiles last for tens of microseconds.
+        if (!has_drawn) __nanosleep(1000);
     }
     // The last CTA to find none leaves the counters as they were.
     if (!kIsCluster && lane == 0 && atomicAdd(&p.counters[kCtasDone], 1) == static_cast<int>(gridDim.x) - 1)
         p.counters[kTilesDrawn] = p.counters[kCtasDone] = 0;
 }
 
-// Copies K (kIsKey) or V^T of every page that a tile's queries selected, ascending; in a cluster this CTA's
-// half of every page of the union, to both. By a warp.
-template <bool kIsCluster, bool kIsKey, typename Ring>
-__device__ void produce(const UnionParams& p, const CUtensorMap& key_map, SharedMemory& shared,
-                        const Tile& tile, Ring& ring) {
-    const int lane = threadIdx.x % 32;
+// Waits till those that compute have given a slot back. They hold its page for a microsecond.
+template <bool kIsCluster>
+__device__ __forceinline__ void wait_for_slot(uint64_t& empty, uint32_t phase) {
+    if constexpr (kIsCluster)
+        mbarrier_wait_cluster(smem_address(&empty), phase ^ 1);
+    else
+        mbarrier_wait_asleep(smem_address(&empty), phase ^ 1);
+}
+
+// Copies K and V^T of every page that a tile's queries selected, ascending; in a cluster this CTA's half of
+// every page of the union, to both. By a warp.
+template <bool kIsCluster>
+__device__ void produce(const UnionParams& p, const CUtensorMap& key_map, PageSlots& slots,
+                        WorkerState& state, const Tile& tile, PageRing& ring) {
+    const int lane = threadIdx.x % kWarp;
     const int count = p.union_counts[tile.unit];
-    for (int base = 0; base < count; base += 32) {
+    for (int base = 0; base < count; base += kWarp) {
         const int place = base + lane;
-        int page = 0, source = 0;
+        int page = 0, key_source = 0, value_source = 0;
         uint64_t members = 0;
         if (place < count) {
             const int64_t entry = int64_t{tile.unit} * p.max_union + place;
-            const int32_t* const sources =
-                kIsKey ? p.page_table + tile.request * p.page_table_stride
-                       : p.packed_slots + (int64_t{tile.head} * p.batch_size + tile.request) * p.max_pages;
             page = p.union_pages[entry];
-            if constexpr (kIsKey || !kIsCluster)
-                members = tile_mask(p.union_masks + entry * p.mask_words, tile.index, p.queries_per_tile);
-            if constexpr (kIsKey) members = member_bytes(members, p.group_shift);
-            source = sources[page];
+            members =
+                member_bytes(tile_mask(p.union_masks + entry * p.mask_words, tile.index, p.queries_per_tile),
+                             p.group_shift);
+            key_source = p.page_table[tile.request * p.page_table_stride + page];
+            value_source =
+                p.packed_slots[(int64_t{tile.head} * p.batch_size + tile.request) * p.max_pages + page];
         }
         for (uint32_t wanted = __ballot_sync(kAllLanes, kIsCluster ? place < count : members != 0); wanted;
              wanted &= wanted - 1) {
-            // The lane that holds the entry issues its copy.
+            // The lane that holds the entry issues its copies.
             if (lane == __ffs(wanted) - 1) {
                 const int s = ring.stage;
-                const uint32_t full = smem_address(kIsKey ? &shared.full_key[s] : &shared.full_value[s]);
-                const uint32_t empty = smem_address(kIsKey ? &shared.empty_key[s] : &shared.empty_value[s]);
-                if constexpr (kIsCluster)
-                    mbarrier_wait_cluster(empty, ring.phase ^ 1);
-                else
-                    mbarrier_wait(empty, ring.phase ^ 1);
-                if constexpr (kIsKey) {
-                    shared.meta[s].members = members;
-                    shared.meta[s].start = page * kPageSize;
-                }
-                mbarrier_arrive_expect_tx(full, kPageBytes);
                 const uint32_t half = kIsCluster ? cluster_cta_rank() : 0;  // a tile's place in its group
-                const uint32_t target =
-                    smem_address(kIsKey ? shared.keys[s] : shared.values[s].page) + half * (kPageBytes / 2);
-                const uint8_t* from =
-                    p.packed_v + int64_t{source} * kPackedPageBytes + half * (kPageBytes / 2);
-                if constexpr (kIsCluster && kIsKey)
+                wait_for_slot<kIsCluster>(state.empty_key[s], ring.phase);
+                state.meta[s].members = members;
+                state.meta[s].start = page * kPageSize;
+                uint32_t full = smem_address(&state.full_key[s]);
+                mbarrier_arrive_expect_tx(full, kPageBytes);
+                uint32_t target = smem_address(slots.keys[s]) + half * (kPageBytes / 2);
+                if constexpr (kIsCluster)
                     cp_async_bulk_tensor_multicast(target, &key_map, full, 3, 0, half * (kPageSize / 2),
-                                                   tile.head, source);
-                else if constexpr (kIsCluster)
+                                                   tile.head, key_source);
+                else
+                    cp_async_bulk_tensor(target, &key_map, full, 0, 0, tile.head, key_source);
+
+                wait_for_slot<kIsCluster>(state.empty_value[s], ring.phase);
+                full = smem_address(&state.full_value[s]);
+                mbarrier_arrive_expect_tx(full, kPageBytes);
+                target = smem_address(slots.values[s].page) + half * (kPageBytes / 2);
+                const uint8_t* const from =
+                    p.packed_v + int64_t{value_source} * kPackedPageBytes + half * (kPageBytes / 2);
+                if constexpr (kIsCluster)
                     cp_async_bulk_multicast(target, from, kPageBytes / 2, full, 3);
-                else if constexpr (kIsKey)
-                    cp_async_bulk_tensor(target, &key_map, full, 0, 0, tile.head, source);
                 else
                     cp_async_bulk(target, from, kPageBytes, full);
             }
@@ -190,17 +179,18 @@ __device__ void produce(const UnionParams& p, const CUtensorMap& key_map, Shared
     }
 }
 
-// The same for all tiles that the CTA draws.
-template <bool kIsCluster, bool kIsKey>
-__device__ void produce_tiles(const UnionParams& p, const CUtensorMap& key_map, SharedMemory& shared) {
-    std::conditional_t<kIsKey, KeyRing, ValueRing> ring;
+// The same for all tiles of a worker.
+template <bool kIsCluster>
+__device__ void produce_tiles(const UnionParams& p, const CUtensorMap& key_map, PageSlots& slots,
+                              WorkerState& state) {
+    PageRing ring;
     for (TileRing tiles;; tiles.advance()) {
-        mbarrier_wait(smem_address(&shared.full_tile[tiles.stage]), tiles.phase);
-        const Tile& tile = shared.tiles[tiles.stage];  // registers are few here
+        mbarrier_wait_asleep(smem_address(&state.full_tile[tiles.stage]), tiles.phase);
+        const Tile& tile = state.tiles[tiles.stage];  // registers are few here
         if (tile.unit < 0) break;
-        produce<kIsCluster, kIsKey>(p, key_map, shared, tile, ring);
+        produce<kIsCluster>(p, key_map, slots, state, tile, ring);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tiles.stage]));
+        if (threadIdx.x % kWarp == 0) mbarrier_arrive(smem_address(&state.empty_tile[tiles.stage]));
     }
 }
 

@@ -79,64 +79,41 @@ __device__ inline int64_t qo_head_of(const UnionParams& p, const Tile& tile, int
     return (int64_t{tile.head} << p.group_shift) + (head_row & ((1 << p.group_shift) - 1));
 }
 
-// Quantises the raw head-rows of a tile in shared memory where they lie, BF16 of 256 bytes a row, to E4M3 of
-// 128 bytes with the 128-byte swizzle. By the consumer warpgroup; a warp turns its own 16 rows, eight lanes a
-// row. Split: a power of two is the scale, and what E4M3 leaves of a value goes into a second tile behind the
-// first. Returns the logit factors (base 2) of rows lane / 4 and that + 8 of the warp.
-template <bool kIsSplit>
-__device__ inline float2 quantize_rows(uint8_t* q, const int32_t* rows, float unit_factor, int warp, int lane,
-                                       int barrier) {
-    constexpr int kRowsAtOnce = 4;
-    const int part = lane % 8;
-    uint4 raw[kRowsAtOnce][2];
+// Row `row` of a tile, of query `query`, as it came.
+__device__ __forceinline__ const __nv_bfloat16* query_row(const UnionParams& p, const Tile& tile,
+                                                          int64_t query, int row) {
+    return static_cast<const __nv_bfloat16*>(p.q) + query * p.q_stride_row +
+           qo_head_of(p, tile, head_row_of(row)) * p.q_stride_head;
+}
+
+// An eighth of a head-row of BF16, 16 columns, as floats.
+__device__ __forceinline__ void unpack_part(const uint4 (&raw)[2], float (&values)[16]) {
+    const uint32_t pairs[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w,
+                               raw[1].x, raw[1].y, raw[1].z, raw[1].w};
 #pragma unroll
-    for (int i = 0; i < kRowsAtOnce; ++i) {
-        const int row = 16 * warp + kRowsAtOnce * i + lane / 8;
-        const uint4* const source = reinterpret_cast<const uint4*>(q + row * (2 * kHeadDim) + part * 32);
-        const bool exists = rows[row] >= 0;  // nobody has written the others
-        raw[i][0] = exists ? source[0] : make_uint4(0, 0, 0, 0);
-        raw[i][1] = exists ? source[1] : make_uint4(0, 0, 0, 0);
+    for (int k = 0; k < 8; ++k) {
+        values[2 * k] = __uint_as_float(pairs[k] << 16);
+        values[2 * k + 1] = __uint_as_float(pairs[k] & 0xffff0000u);
     }
-    // What is written next lies where other warps' raw rows are.
-    named_barrier_sync(barrier, 4 * kWarp);
-    float factors[kRowsAtOnce];
+}
+
+// The largest magnitude of a head-row of which each of eight lanes holds an eighth.
+__device__ __forceinline__ float row_amax(const float (&values)[16]) {
+    float amax = kQAmaxFloor;
 #pragma unroll
-    for (int i = 0; i < kRowsAtOnce; ++i) {
-        const int row = 16 * warp + kRowsAtOnce * i + lane / 8;
-        const uint32_t pairs[8] = {raw[i][0].x, raw[i][0].y, raw[i][0].z, raw[i][0].w,
-                                   raw[i][1].x, raw[i][1].y, raw[i][1].z, raw[i][1].w};
-        float values[16], amax = kQAmaxFloor;
+    for (float value : values) amax = fmaxf(amax, fabsf(value));
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            values[2 * k] = __uint_as_float(pairs[k] << 16);
-            values[2 * k + 1] = __uint_as_float(pairs[k] & 0xffff0000u);
-        }
+    for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
+    return amax;
+}
+
+// Logit factors of a warp's 16 rows, of which those were worked out by lanes 8 * (r % 4) and the next seven
+// in step r / 4: of rows lane / 4 and that + 8.
+__device__ __forceinline__ float2 own_factors(const float (&factors)[4], int lane) {
+    const int source = lane / 4 % 4 * 8;
+    float mine[4];
 #pragma unroll
-        for (int k = 0; k < 16; ++k) amax = fmaxf(amax, fabsf(values[k]));
-#pragma unroll
-        for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
-        const QueryScale<kIsSplit> scale(amax);
-        uint32_t words[4], low_words[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            float v[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) v[j] = values[4 * k + j] * scale.inverse;
-            words[k] = cvt_e4m3x4(v[0], v[1], v[2], v[3]);
-            low_words[k] = low_parts(words[k], v);
-        }
-        uint8_t* const target = q + row * kHeadDim + (part ^ (row % 8)) * 16;
-        *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
-        if constexpr (kIsSplit)
-            *reinterpret_cast<uint4*>(target + kTileRows * kHeadDim) =
-                make_uint4(low_words[0], low_words[1], low_words[2], low_words[3]);
-        factors[i] = logit_factor(unit_factor, scale.value);
-    }
-    // Row r was turned by lanes 8 * (r % 4) and the next seven, in step r / 4.
-    const int source = lane / 4 % kRowsAtOnce * 8;
-    float mine[kRowsAtOnce];
-#pragma unroll
-    for (int i = 0; i < kRowsAtOnce; ++i) mine[i] = __shfl_sync(kAllLanes, factors[i], source);
+    for (int i = 0; i < 4; ++i) mine[i] = __shfl_sync(kAllLanes, factors[i], source);
     return lane < 16 ? make_float2(mine[0], mine[2]) : make_float2(mine[1], mine[3]);
 }
 

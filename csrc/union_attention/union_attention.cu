@@ -3,35 +3,33 @@
 // selected: in all others its probabilities are 0 and its maximum stands, so no bit of its result depends
 // on which queries run with it.
 //
-// Grid: two CTAs an SM for the whole launch, or one a tile where there are fewer; a CTA takes the next tile,
-// those of the largest unions first, until there is none. kIndependent: the tiles of a group share nothing.
-// kCluster, one CTA a tile: the two tiles of a group are a cluster; each CTA copies half of every page of the
-// union to both, and passes over pages that its own queries did not select.
+// Grid: one CTA an SM for the whole launch, or one a tile where there are fewer. It has three workers, of a
+// tile each; a worker takes the next tile, those of the largest unions first, until there is none.
+// kIndependent: tiles share nothing. kCluster, one worker a CTA and one CTA a tile: the two tiles of a group
+// are a cluster; each CTA copies half of every page of the union to both, and passes over pages that its own
+// queries did not select.
 //
-// Threads: 256. Warpgroup 0 produces: warp 0 copies K, warp 1 copies V^T, warp 2 draws tiles and copies their
-// queries, one tile ahead. Warpgroup 1 consumes: its warp w holds rows 16 w to 16 w + 15, at group size 16
-// half of the heads of two queries (head_row_of).
+// Threads: 512 (kCluster: 256). Warpgroup 0 produces: warps 0 to 2 copy K and V^T, one for each worker; warp
+// 3 draws tiles, one ahead of those at work. Warpgroups 1 to 3 are the workers: warp w of one holds rows 16 w
+// to 16 w + 15 of its tile, at group size 16 half of the heads of two queries (head_row_of).
 //
-// Arithmetic: single E4M3 parts of Q and probabilities, or (kIsSplit) a high and a low part of both, whose
-// products go into one accumulator, low parts first.
+// Shared memory, 224 KiB: for each worker a K ring 2 x 16 KiB, a V^T ring 2 x 17 KiB (8 rows of ones below
+// each page), Q 8 KiB, two tiles' queries, page metadata, barriers. kCluster: 75 KiB.
 //
-// Shared memory, 99 KiB: K ring 3 x 16 KiB, V^T ring 2 x 17 KiB (8 rows of ones below each page), Q 16 KiB
-// (raw, then E4M3 in place; single: until its fragments are in registers), two tiles' queries, page metadata,
-// barriers.
+// Registers: 56 producing, 152 consuming (output 64, scores in FP16 or half of a page's PV 32, row sums 4,
+// probabilities 16, Q fragments 16). kCluster: 40 and 216.
 //
-// Registers: 32 producing, 224 consuming (output 64, scores 64, half of a page's PV and the row sums 36,
-// probabilities 16 a part, Q 16 where single).
+// A worker goes through a page step by step, and the other two through theirs meanwhile:
 //
-// Pipeline, round j of the consumers (kIndependent; kCluster runs the same steps one after another):
-//
-//   tensor cores     PV(j-1) high, sums | QK(j)     | PV(j-1) low
-//   everything else                     | O high += | max S(j)      | O low +=; exp, pack P(j)
+//   tensor cores   QK(j)               |                    | PV(j) high, sums | PV(j) low |
+//   the rest       who selected page j | maxima, exp, P(j)  |                  | O high += | O low +=; Q(j+1)
 //
 // Invariants: full_* take one arrival of the producer and the bytes of the slot; empty_* one arrival of each
-// consumer warp of the CTA or cluster, each for itself: an elected thread could release what a slower warp
-// still reads. Queries are read by ordinary loads, so a proxy fence stands before their place is given back.
-// The tensor core keeps 13 bits of an accumulator's mantissa, so PV starts from zero in every page and is
-// added to O in FP32: O = O * a + PV. Measurements behind each choice: docs/union_attention.md.
+// warp of the worker, or of both workers of a cluster, each for itself: an elected thread could release what
+// a slower warp still reads. Scores are FP16, which holds them to 11 bits, of which E4M3 numbers would fill
+// 4; queries are scaled so that none overflows. The tensor core keeps 13 bits of an FP32 accumulator's
+// mantissa, so PV starts from zero in every page and is added to O in FP32: O = O * a + PV. Measurements
+// behind each choice: docs/union_attention.md.
 
 #include <algorithm>
 #include <type_traits>
@@ -45,45 +43,42 @@
 namespace pageweaver {
 namespace {
 
-constexpr int kThreads = 256;
-// Registers of a producing and of a consuming thread, 256 together. Copies in a cluster need a few more.
 template <bool kIsCluster>
-constexpr int kProducerRegisters = kIsCluster ? 40 : 32;
+constexpr int kThreads = 128 * (1 + kWorkers<kIsCluster>);
+// Registers of a producing and of a consuming thread. Copies in a cluster need a few more.
+template <bool kIsCluster>
+constexpr int kProducerRegisters = kIsCluster ? 40 : 56;
+template <bool kIsCluster>
+constexpr int kConsumerRegisters = kIsCluster ? 216 : 152;
 
-template <bool kIsCluster, bool kIsSplit>
-__global__ void __launch_bounds__(kThreads, kCtasPerSm)
+template <bool kIsCluster>
+__global__ void __launch_bounds__(kThreads<kIsCluster>, kIsCluster ? 2 : 1)
     union_attention(const UnionParams p, const __grid_constant__ CUtensorMap key_map) {
     extern __shared__ __align__(1024) uint8_t raw_shared[];
-    auto& shared = *reinterpret_cast<SharedMemory*>(raw_shared);
+    auto& shared = *reinterpret_cast<SharedMemory<kIsCluster>*>(raw_shared);
 
     // Barriers
-    constexpr int kReleases = kConsumerWarps * (kIsCluster ? 2 : 1);
     if (threadIdx.x == 0) {
         prefetch_tensormap(&key_map);
-        for (int s = 0; s < kStages; ++s) {
-            mbarrier_init(smem_address(&shared.full_key[s]), 1);
-            mbarrier_init(smem_address(&shared.empty_key[s]), kReleases);
+        constexpr int kReleases = kConsumerWarps * (kIsCluster ? 2 : 1);
+        for (WorkerState& state : shared.states) {
+            for (int s = 0; s < kStages; ++s) {
+                mbarrier_init(smem_address(&state.full_key[s]), 1);
+                mbarrier_init(smem_address(&state.empty_key[s]), kReleases);
+                mbarrier_init(smem_address(&state.full_value[s]), 1);
+                mbarrier_init(smem_address(&state.empty_value[s]), kReleases);
+            }
+            for (int s = 0; s < kTileSlots; ++s) {
+                mbarrier_init(smem_address(&state.full_tile[s]), 1);
+                mbarrier_init(smem_address(&state.empty_tile[s]), kConsumerWarps + 1);  // and who copies
+            }
         }
-        for (int s = 0; s < kValueStages; ++s) {
-            mbarrier_init(smem_address(&shared.full_value[s]), 1);
-            mbarrier_init(smem_address(&shared.empty_value[s]), kReleases);
-        }
-        for (int s = 0; s < kTileSlots; ++s) {
-            mbarrier_init(smem_address(&shared.full_tile[s]), 1);
-            mbarrier_init(smem_address(&shared.empty_tile[s]), kConsumerWarps + 2);  // and those that copy
-        }
-        mbarrier_init(smem_address(&shared.full_q), 1);
-        mbarrier_init(smem_address(&shared.empty_q), kConsumerWarps);
         fence_mbarrier_init();
     }
-    {
-        // With the swizzle: the 16-byte chunk that stands at c in a row n holds chunk c ^ n.
-        const int column = threadIdx.x / 32, chunk = threadIdx.x / 4 % 8 ^ column;
-        for (ValueSlot& slot : shared.values)
-            slot.ones[threadIdx.x] =
-                kIsSplit ? row_sum_ones<8>(column, 16 * chunk + 4 * (threadIdx.x % 4)) : kE4m3Ones;
-    }
-    static_assert(sizeof(ValueSlot::ones) == kThreads * sizeof(uint32_t));
+    for (PageSlots& slots : shared.slots)
+        for (ValueSlot& slot : slots.values)
+            if (threadIdx.x < sizeof(slot.ones) / sizeof(slot.ones[0])) slot.ones[threadIdx.x] = kE4m3Ones;
+    if (threadIdx.x < sizeof(shared.zeros)) shared.zeros[threadIdx.x] = 0;
     fence_proxy_async();
     __syncthreads();
     grid_dependency_wait();
@@ -93,15 +88,17 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     if constexpr (kIsCluster) cluster_sync();  // the other CTA's barriers are ready
 
     // Roles
-    const int warp = threadIdx.x / 32;
-    if (warp < kThreads / 32 - kConsumerWarps) {
+    const int warp = threadIdx.x / kWarp;
+    if (warp < kConsumerWarps) {
         setmaxnreg_dec<kProducerRegisters<kIsCluster>>();
-        if (warp == 0) produce_tiles<kIsCluster, true>(p, key_map, shared);
-        if (warp == 1) produce_tiles<kIsCluster, false>(p, key_map, shared);
-        if (warp == 2) draw_tiles<kIsCluster>(p, shared);
+        if (warp < kWorkers<kIsCluster>)
+            produce_tiles<kIsCluster>(p, key_map, shared.slots[warp], shared.states[warp]);
+        else if (warp == 3)
+            draw_tiles<kIsCluster>(p, shared);
     } else {
-        setmaxnreg_inc<256 - kProducerRegisters<kIsCluster>>();
-        consume<kIsCluster, kIsSplit>(p, shared);
+        setmaxnreg_inc<kConsumerRegisters<kIsCluster>>();
+        // (Shuffled, so that the compiler knows that a warp's threads agree.)
+        consume<kIsCluster>(p, shared, __shfl_sync(kAllLanes, warp / kConsumerWarps - 1, 0));
     }
     // Neither CTA may end while the other still copies to it or releases its slots.
     if constexpr (kIsCluster) {
@@ -114,12 +111,13 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
 cudaError_t launch_union_attention(const UnionParams& p, const CUtensorMap& key_map, Mapping mapping,
                                    Arithmetic arithmetic, cudaStream_t stream) {
-    const auto launch = [&](auto is_cluster, auto is_split) {
-        constexpr bool kIsCluster = decltype(is_cluster)::value, kIsSplit = decltype(is_split)::value;
+    if (arithmetic == Arithmetic::kSplit) return launch_split_attention(p, key_map, mapping, stream);
+    const auto launch = [&](auto is_cluster) {
+        constexpr bool kIsCluster = decltype(is_cluster)::value;
         constexpr int kCluster = kIsCluster ? 2 : 1;
-        constexpr size_t kShared = sizeof(SharedMemory);
+        constexpr size_t kShared = sizeof(SharedMemory<kIsCluster>);
         if (kIsCluster && p.tiles_per_group != 2) return cudaErrorInvalidValue;
-        auto* const kernel = union_attention<kIsCluster, kIsSplit>;
+        auto* const kernel = union_attention<kIsCluster>;
         cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(kShared));
         int multiprocessors = 0;
@@ -128,16 +126,10 @@ cudaError_t launch_union_attention(const UnionParams& p, const CUtensorMap& key_
         // One cluster at least: a call without a tile still zeroes its padding rows.
         const int64_t tiles =
             std::max<int64_t>(kCluster, int64_t{p.num_kv_heads} * p.max_groups * p.tiles_per_group);
-        const int64_t ctas =
-            kIsCluster ? tiles : std::min<int64_t>(tiles, int64_t{kCtasPerSm} * multiprocessors);
-        return launch_dependent(kernel, kCluster, ctas, kThreads, kShared, stream, p, key_map);
+        const int64_t ctas = kIsCluster ? tiles : std::min<int64_t>(tiles, multiprocessors);
+        return launch_dependent(kernel, kCluster, ctas, kThreads<kIsCluster>, kShared, stream, p, key_map);
     };
-    const auto with_arithmetic = [&](auto is_cluster) {
-        return arithmetic == Arithmetic::kSplit ? launch(is_cluster, std::true_type{})
-                                                : launch(is_cluster, std::false_type{});
-    };
-    return mapping == Mapping::kCluster ? with_arithmetic(std::true_type{})
-                                        : with_arithmetic(std::false_type{});
+    return mapping == Mapping::kCluster ? launch(std::true_type{}) : launch(std::false_type{});
 }
 
 }  // namespace pageweaver

@@ -59,6 +59,10 @@ cudaError_t make_key_map(CUtensorMap* map, const void* k_cache, int64_t num_page
 cudaError_t launch_union_attention(const UnionParams& params, const CUtensorMap& key_map, Mapping mapping,
                                    Arithmetic arithmetic, cudaStream_t stream);
 
+// The same with Arithmetic::kSplit, which the above hands on.
+cudaError_t launch_split_attention(const UnionParams& params, const CUtensorMap& key_map, Mapping mapping,
+                                   cudaStream_t stream);
+
 // K or V of a BF16 cache: a tensor map over [num_pages, num_kv_heads, 2, page_size, 64] with the 128-byte
 // swizzle, the last dimension half of a head's columns; `box_halves` halves of `box_tokens` tokens of one
 // page and head a copy. Strides are in bytes.

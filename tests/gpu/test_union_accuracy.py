@@ -97,3 +97,29 @@ class TestOnes:
         ones = torch.ones(problem.v_cache.shape, device=DEVICE).to(E4M3)
         result = target.run(replaced(problem, v_cache=ones, q=problem.q * size))
         assert (result.out - 1).abs().max() <= V_ONE_ERROR[target.arithmetic]
+
+
+@pytest.mark.parametrize("logit", [1e-9, 1e-4, 0.5, 3.0, 1e4, 1e30])
+def test_largest_sums(target: Target, logit: float) -> None:
+    """Scores may be FP16: nothing overflows where every product is the largest, nor do small factors vanish.
+
+    All dims of the queries are 1, all keys 448 in page 0 and -448 in page 1, some of it not visible yet.
+    """
+    problem = paged_case(
+        [[0, 1]] * 8,
+        prefixes=[200],
+        q0=1.0,
+        k0=lambda _, positions: 448.0 - 896.0 * (positions // 128),
+        device=DEVICE,
+        softmax_scale=logit / (128 * 448),
+    )
+    keys = problem.k_cache.float()[..., :1].expand(problem.k_cache.shape).to(E4M3)
+    result = target.run(replaced(problem, q=torch.ones_like(problem.q), k_cache=keys))
+    visible = torch.tensor([128.0, 73.0]).double().repeat(8, 1)
+    visible[:, 1] += torch.arange(8)
+    weights = visible * torch.tensor([0.0, -2 * logit]).double().exp()
+    out, lse = weights[:, 1] / weights.sum(dim=1), weights.sum(dim=1).log() + logit
+    # V is 0 or 1, so that an output is off by a quarter of what E4M3 rounds a weight by, at most.
+    assert (result.out.cpu() - out[:, None, None]).abs().max() <= 0.02
+    error = (result.lse.cpu() - lse[:, None]).abs() / lse[:, None].clamp(min=1.0)
+    assert error.max() <= RANDOM_LSE_ERROR[target.arithmetic]
