@@ -18,8 +18,8 @@ MAX_TOPK = 32
 MAX_TOTAL_Q = (2**31 - 1) // MAX_TOPK  # int32 numbers a KV head's selected pages
 TILE_ROWS = 64  # rows of one tensor-core tile: TILE_ROWS // group_size queries
 KV_DTYPES = (torch.float8_e4m3fn, torch.bfloat16)
-# Tiles that the 132 multiprocessors of an H100 or H200 SXM hold at once, two each or more. A constant, so that
-# sizes follow from shapes alone.
+# Tiles that the 132 multiprocessors of an H100 or H200 SXM hold at once, two each or more. A constant, so
+# that sizes follow from shapes alone.
 RESIDENT_TILES = 2 * 132
 
 _INT32_MAX = 2**31 - 1
