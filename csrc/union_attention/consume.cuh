@@ -15,8 +15,8 @@ namespace pageweaver {
 
 constexpr float kHalfMax = 65504.0f, kHalfMin = 5.9604644775390625e-8f;  // FP16: the largest, and 2^-24
 constexpr uint32_t kNegativeInfinities = 0xfc00fc00u, kLowestIntegers = 0x80008000u,
-                   kNegativeZeros = kLowestIntegers;  // in both halves
-constexpr uint32_t kPScalesLog2 = 0x48004800u;        // kPScaleLog2 twice
+                   kNegativeZeros = kLowestIntegers, kOnes = 0x3c003c00u;  // in both halves
+constexpr uint32_t kPScalesLog2 = 0x48004800u;                             // kPScaleLog2 twice
 // Logits (base 2) from which on FP16 rounds a maximum by more than probabilities have room below 448.
 constexpr float kLargeHalfLogit = 960.0f;
 
@@ -45,12 +45,14 @@ __device__ inline float2 load_queries(const UnionParams& p, const Tile& tile, co
         float values[16], sum = 0.0f;
         unpack_part(raw[i], values);
         const float amax = row_amax(values);
+        // Of values over 2^8, or FP32 might not hold it.
+        constexpr float kSmall = 0.00390625f;
 #pragma unroll
-        for (float value : values) sum += fabsf(value);
+        for (float value : values) sum = fmaf(fabsf(value), kSmall, sum);
 #pragma unroll
         for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
         // The power of two that is no less; a row of zeros counts as one of its maximum.
-        const float excess = fmaxf(sum, amax) / amax * kOverflow;
+        const float small_amax = amax * kSmall, excess = fmaxf(sum, small_amax) / small_amax * kOverflow;
         const float power = __uint_as_float((__float_as_uint(excess) + 0x7fffffu) & 0x7f800000u);
         const float inverse = kE4m3Max / power / amax;
         uint32_t words[4];
@@ -98,8 +100,8 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsCluster>& shared, 
         const float2 factors = load_queries(p, tile, rows, slots.q, unit_factor, warp, lane);
         __syncwarp();
         const float factor[2] = {factors.x, factors.y};
-        // A larger one leaves nothing beside the maximum, a smaller one nothing to choose between; 0 would
-        // make NaN of -inf.
+        // 0 would make NaN of -inf. A larger one than FP16 holds chooses the maximum, but among scores near
+        // 2^-18.
         const auto in_range = [](float x) { return x > kHalfMax ? kHalfMax : x < kHalfMin ? kHalfMin : x; };
         const uint32_t factor_pair = pack_f16x2(in_range(factor[0]), in_range(factor[1]));
         // What is added to a scaled score: 8 less the maximum's logit, in FP16. That rounded number is what
@@ -108,12 +110,13 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsCluster>& shared, 
             return fma_f16x2(neg_f16x2(pair), factor_pair, kPScalesLog2);
         };
         const auto is_large = [&](int h, float highest) {
-            return fabsf(highest) * factor[h] > kLargeHalfLogit;
+            return fabsf(highest) * factor[h] > kLargeHalfLogit || factor[h] > kHalfMax;
         };
         // Bits of a maximum from which on it is not plainly positive and small: negative, large, NaN. The
         // lowest of a warp's rows, which needs no register of every thread.
         const auto limit_of = [&](int h) {
-            return uint32_t{__half_as_ushort(__float2half_rz(fminf(kLargeHalfLogit / factor[h], kHalfMax)))};
+            const float limit = fminf(kLargeHalfLogit / factor[h], kHalfMax);
+            return factor[h] > kHalfMax ? 0u : uint32_t{__half_as_ushort(__float2half_rz(limit))};
         };
         const uint32_t limit_bits = __reduce_min_sync(kAllLanes, min(limit_of(0), limit_of(1)));
         // The queries of each half of rows, and their lowest position: pages that end before need no mask.
@@ -285,20 +288,22 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsCluster>& shared, 
                     // Of rows that have seen nothing yet: -inf - -inf would be NaN.
                     const bool is_empty = highest == -INFINITY, was_empty = last == -INFINITY;
                     const float base = is_empty ? kPScaleLog2 : half_of<h>(bases_of(maxima));
+                    const float own_factor = half_of<h>(factor_pair);
                     const float fall =
                         has_large && had_large
-                            ? (last - highest) * factor[h]
-                            : (had_large ? last * factor[h] : kPScaleLog2 - half_of<h>(bases_of(before))) -
-                                  (has_large ? highest * factor[h] : kPScaleLog2 - base);
+                            ? (last - highest) * own_factor
+                            : (had_large ? last * own_factor : kPScaleLog2 - half_of<h>(bases_of(before))) -
+                                  (has_large ? highest * own_factor : kPScaleLog2 - base);
                     rescale[h] = was_empty ? 0.0f : ex2_approx(fall);
                     // Large: the maximum is subtracted before the product, which is exact where it matters.
                     const bool is_first = has_large && !is_empty;
                     const uint32_t subtracted = is_first ? twice<h>(neg_f16x2(maxima)) : kNegativeZeros,
-                                   added = is_first ? kPScalesLog2 : pack_f16x2(base, base);
+                                   added = is_first ? kPScalesLog2 : pack_f16x2(base, base),
+                                   // Whatever the factor is, also NaN: it has nothing to show.
+                        scale = is_empty ? kOnes : twice<h>(factor_pair);
 #pragma unroll
                     for (int k = 0; k < 16; ++k)
-                        scores[2 * k + h] =
-                            fma_f16x2(add_f16x2(scores[2 * k + h], subtracted), twice<h>(factor_pair), added);
+                        scores[2 * k + h] = fma_f16x2(add_f16x2(scores[2 * k + h], subtracted), scale, added);
                 };
                 if (is_member[0]) take_row(std::integral_constant<int, 0>{});
                 if (is_member[1]) take_row(std::integral_constant<int, 1>{});

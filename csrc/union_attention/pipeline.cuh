@@ -90,9 +90,10 @@ __device__ void draw_tiles(const UnionParams& p, SharedMemory<kIsCluster>& share
             const uint32_t bit = 1u << worker;
             const int stage = (stages & bit) != 0;
             WorkerState& state = shared.states[worker];
-            if (!(running & bit) ||
-                !mbarrier_test_wait(smem_address(&state.empty_tile[stage]), (phases & bit) == 0))
-                continue;
+            if (!(running & bit)) continue;
+            const bool is_free =
+                mbarrier_test_wait(smem_address(&state.empty_tile[stage]), (phases & bit) == 0);
+            if (!__all_sync(kAllLanes, is_free)) continue;
             int number = is_new & bit ? static_cast<int>(worker * gridDim.x + blockIdx.x) : -1;
             // A cluster has but one.
             if (kIsCluster && number < 0) number = tile_count(p);

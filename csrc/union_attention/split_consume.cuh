@@ -424,7 +424,9 @@ __device__ void consume_split(const UnionParams& p, SplitMemory& shared) {
             const int head_row = head_row_of(16 * warp + row_low + 8 * h);
             const int64_t query = rows[16 * warp + row_low + 8 * h], qo_head = qo_head_of(p, tile, head_row);
             if (query < 0) continue;
-            const float scale = normaliser[h] == 0.0f ? 0.0f : v_scale / normaliser[h];
+            // It saw nothing; where its factor is NaN its sums are that too.
+            const bool is_empty = maximum[h] == -INFINITY;
+            const float scale = v_scale / normaliser[h];
             // Eight neighbouring columns each (packed_row_of).
             uint4* const target =
                 reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + query * p.out_stride_row +
@@ -437,15 +439,13 @@ __device__ void consume_split(const UnionParams& p, SplitMemory& shared) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     const int i = 16 * (g % 2) + 4 * k + 2 * h;
-                    const __nv_bfloat162 pair = __floats2bfloat162_rn(acc[i] * scale, acc[i + 1] * scale);
-                    words[k] = *reinterpret_cast<const uint32_t*>(&pair);
+                    words[k] = is_empty ? 0 : cvt_bf16x2(acc[i] * scale, acc[i + 1] * scale);
                 }
                 target[4 * g] = make_uint4(words[0], words[1], words[2], words[3]);
             }
             if (p.lse && quad == h)
                 p.lse[query * p.lse_stride_row + qo_head * p.lse_stride_head] =
-                    lse_sum == 0.0f ? -INFINITY
-                                    : (maximum[h] * factor[h] + log2f(lse_sum) - kPScaleLog2) * kLn2;
+                    is_empty ? -INFINITY : (maximum[h] * factor[h] + log2f(lse_sum) - kPScaleLog2) * kLn2;
         }
         __syncwarp();
         if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_tile[tiles.stage]));

@@ -43,7 +43,7 @@ class TestAccuracy:
         assert_accurate(target, long_context(case))
 
 
-@pytest.mark.parametrize("size", [1e2, 1e4, 1e7, 1e15, 1e30])
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e7, 1e15, 1e30, 3e37])
 @pytest.mark.parametrize("group_size", [16, 2])
 def test_huge_logits(target: Target, size: float, group_size: int) -> None:
     """Rounding of logits far from 0 leaves a row's largest probability alone, and other rows too.
@@ -123,3 +123,17 @@ def test_largest_sums(target: Target, logit: float) -> None:
     assert (result.out.cpu() - out[:, None, None]).abs().max() <= 0.02
     error = (result.lse.cpu() - lse[:, None]).abs() / lse[:, None].clamp(min=1.0)
     assert error.max() <= RANDOM_LSE_ERROR[target.arithmetic]
+
+
+@pytest.mark.parametrize("group_size", [16, 4])
+def test_infinite_query_without_pages(target: Target, group_size: int) -> None:
+    """It sees nothing, whoever shares its warp; the others' bits are those beside a finite query."""
+    problem = random_problem(seed=11, group_size=group_size, device=DEVICE)
+    ids = problem.q2k_indices.clone()
+    ids[:, ::3] = -1
+    plain = replaced(problem, q2k_indices=ids)
+    q = problem.q.clone()
+    q[::3, :, 5] = torch.inf
+    result, wanted = target.run(replaced(plain, q=q)), target.run(plain)
+    assert (result.out[::3] == 0).all() and (result.lse[::3] == -torch.inf).all()
+    assert_same_bits(result, wanted)
