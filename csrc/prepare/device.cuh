@@ -12,8 +12,8 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // Places in PrepareParams::counters behind the two size tables.
 constexpr int kPackedCount = 2 * kSizeBins, kLiveGroups = kPackedCount + 1, kLiveWindows = kPackedCount + 2;
-// Tiles that attention's CTAs have drawn beyond their first, and CTAs that found none left; 0 between
-// kernels.
+// Tiles that attention's CTAs have drawn beyond those they begin with, and CTAs that found none left; 0
+// between kernels.
 constexpr int kTilesDrawn = kPackedCount + 3, kCtasDone = kPackedCount + 4;
 // CTAs that have marked all pages which their queries selected; 0 between calls.
 constexpr int kClaimers = kPackedCount + 5;

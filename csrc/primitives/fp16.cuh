@@ -1,8 +1,6 @@
 // Pairs of FP16 numbers in a register.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 namespace pageweaver {

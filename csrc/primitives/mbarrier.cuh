@@ -61,12 +61,6 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t pa
     return done != 0;
 }
 
-// The same, asleep between looks: where nothing hangs on a fraction of a microsecond, polling would take
-// power and issue slots from those that compute.
-__device__ __forceinline__ void mbarrier_wait_asleep(uint32_t barrier, uint32_t parity) {
-    while (!mbarrier_test_wait(barrier, parity)) __nanosleep(100);
-}
-
 // Waits until the phase of the given parity has completed.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile(
@@ -87,6 +81,12 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t
         "@!done bra wait_again;\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+
+// mbarrier_wait, asleep between looks: where nothing hangs on a fraction of a microsecond, polling would take
+// power and issue slots from those that compute.
+__device__ __forceinline__ void mbarrier_wait_asleep(uint32_t barrier, uint32_t parity) {
+    while (!mbarrier_test_wait(barrier, parity)) __nanosleep(100);
 }
 
 __device__ __forceinline__ uint32_t cluster_cta_rank() {

@@ -1,6 +1,6 @@
 // Union attention, BF16: each 64-row tile of head-rows (4 queries x 16 heads) traverses the pages that any of
-// its queries selected, in ascending order, with one online softmax a row. Semantics, bits and schedule are
-// those of union_attention.cu; here K, V, Q and the probabilities are BF16, and K and V are read as they lie
+// its queries selected, in ascending order, with one online softmax a row. Semantics are those of
+// union_attention.cu; here K, V, Q and the probabilities are BF16, and K and V are read as they lie
 // in the cache.
 //
 // Grid: one CTA a tile, two resident on an SM, the largest unions first.

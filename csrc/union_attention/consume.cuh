@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <type_traits>
 
@@ -9,7 +10,6 @@
 #include "primitives/fp8.cuh"
 #include "primitives/wgmma.cuh"
 #include "union_attention/pipeline.cuh"
-#include "union_attention/row_sums.cuh"
 
 namespace pageweaver {
 

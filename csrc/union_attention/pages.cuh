@@ -11,7 +11,6 @@ namespace pageweaver {
 
 constexpr int kTileSlots = 2;
 constexpr int kConsumerWarps = 4;
-constexpr int kConsumerBarrier = 1;  // the named barriers of those that compute begin here
 constexpr int kPageBytes = kPageSize * kHeadDim, kQBytes = kTileRows * kHeadDim;
 
 // Who selected the page of a slot. A warp's rows are two halves of eight (head_row_of): `members` has a byte

@@ -5,7 +5,6 @@
 
 #include "prepare/device.cuh"
 #include "primitives/fp8.cuh"
-#include "primitives/mbarrier.cuh"
 #include "union_attention/union_attention.hpp"
 
 namespace pageweaver {
@@ -97,7 +96,7 @@ __device__ __forceinline__ void unpack_part(const uint4 (&raw)[2], float (&value
     }
 }
 
-// The largest magnitude of a head-row of which each of eight lanes holds an eighth.
+// The largest magnitude of a head-row of which each of eight lanes holds an eighth; kQAmaxFloor at least.
 __device__ __forceinline__ float row_amax(const float (&values)[16]) {
     float amax = kQAmaxFloor;
 #pragma unroll
@@ -107,8 +106,8 @@ __device__ __forceinline__ float row_amax(const float (&values)[16]) {
     return amax;
 }
 
-// Logit factors of a warp's 16 rows, of which those were worked out by lanes 8 * (r % 4) and the next seven
-// in step r / 4: of rows lane / 4 and that + 8.
+// Logit factors of a warp's 16 rows; that of row r was worked out by lanes 8 * (r % 4) and the next seven, in
+// step r / 4. Returns those of rows lane / 4 and that + 8.
 __device__ __forceinline__ float2 own_factors(const float (&factors)[4], int lane) {
     const int source = lane / 4 % 4 * 8;
     float mine[4];

@@ -1,4 +1,4 @@
-// Row sums of split probabilities, as columns of their product with zeros and ones.
+// Row sums of probabilities, as columns of their product with ones; of split ones, with zeros and ones.
 //
 // The tensor core keeps 13 bits of an accumulator and truncates. PV loses by that, and what its weights still
 // come to is what a column of ones gives in the same steps: column 0, which normalises. The sum itself, which

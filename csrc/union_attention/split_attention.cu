@@ -1,6 +1,6 @@
 // Union attention in split arithmetic, FP8 caches: a high and a low E4M3 part of Q and of the probabilities,
-// whose products go into one accumulator, low parts first. What it computes, and how tiles meet CTAs, is as
-// in union_attention.cu.
+// whose products go into one accumulator, low parts first. What it computes is as in union_attention.cu, and
+// so is why PV starts from zero in every page.
 //
 // Grid: two CTAs an SM for the whole launch, or one a tile where there are fewer; a CTA takes the next tile,
 // those of the largest unions first, until there is none. kCluster: one CTA a tile.
@@ -51,11 +51,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     constexpr int kReleases = kConsumerWarps * (kIsCluster ? 2 : 1);
     if (threadIdx.x == 0) {
         prefetch_tensormap(&key_map);
-        for (int s = 0; s < kStages; ++s) {
+        for (int s = 0; s < kSplitStages; ++s) {
             mbarrier_init(smem_address(&shared.full_key[s]), 1);
             mbarrier_init(smem_address(&shared.empty_key[s]), kReleases);
         }
-        for (int s = 0; s < kValueStages; ++s) {
+        for (int s = 0; s < kSplitValueStages; ++s) {
             mbarrier_init(smem_address(&shared.full_value[s]), 1);
             mbarrier_init(smem_address(&shared.empty_value[s]), kReleases);
         }

@@ -12,12 +12,14 @@
 
 namespace pageweaver {
 
+constexpr int kConsumerBarrier = 1;
+
 // Quantises the raw head-rows of a tile in shared memory where they lie, BF16 of 256 bytes a row, to two
 // parts in E4M3 of 128 bytes with the 128-byte swizzle, low parts in a second tile behind. By the consumer
 // warpgroup; a warp turns its own 16 rows, eight lanes a row. Returns the logit factors (base 2) of a
 // thread's rows.
-__device__ inline float2 quantize_rows(uint8_t* q, const int32_t* rows, float unit_factor, int warp, int lane,
-                                       int barrier) {
+__device__ inline float2 quantize_rows(uint8_t* q, const int32_t* rows, float unit_factor, int warp,
+                                       int lane) {
     constexpr int kRowsAtOnce = 4;
     const int part = lane % 8;
     uint4 raw[kRowsAtOnce][2];
@@ -30,7 +32,7 @@ __device__ inline float2 quantize_rows(uint8_t* q, const int32_t* rows, float un
         raw[i][1] = exists ? source[1] : make_uint4(0, 0, 0, 0);
     }
     // What is written next lies where other warps' raw rows are.
-    named_barrier_sync(barrier, 4 * kWarp);
+    named_barrier_sync(kConsumerBarrier, kConsumerWarps * kWarp);
     float factors[kRowsAtOnce];
 #pragma unroll
     for (int i = 0; i < kRowsAtOnce; ++i) {
@@ -49,7 +51,7 @@ __device__ inline float2 quantize_rows(uint8_t* q, const int32_t* rows, float un
         }
         uint8_t* const target = q + row * kHeadDim + (part ^ (row % 8)) * 16;
         *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
-        *reinterpret_cast<uint4*>(target + kTileRows * kHeadDim) =
+        *reinterpret_cast<uint4*>(target + kQBytes) =
             make_uint4(low_words[0], low_words[1], low_words[2], low_words[3]);
         factors[i] = logit_factor(unit_factor, scale.value);
     }
@@ -83,10 +85,10 @@ __device__ void consume_split(const UnionParams& p, SplitMemory& shared) {
         mbarrier_wait(smem_address(&shared.full_q), q_phase);
         q_phase ^= 1;
         // A thread has two rows, one in each half of its warp's: [0] is row_low, [1] row_low + 8.
-        const float2 factors = quantize_rows(shared.q, rows, unit_factor, warp, lane, kConsumerBarrier);
+        const float2 factors = quantize_rows(shared.q, rows, unit_factor, warp, lane);
         const float factor[2] = {factors.x, factors.y};
         fence_proxy_async();
-        named_barrier_sync(kConsumerBarrier, kConsumerWarps * 32);
+        named_barrier_sync(kConsumerBarrier, kConsumerWarps * kWarp);
         // Lets the next tile's queries come. These were multiplied.
         const auto release_q = [&] {
             fence_proxy_async();
@@ -186,7 +188,7 @@ __device__ void consume_split(const UnionParams& p, SplitMemory& shared) {
 #pragma unroll
             for (int i = 0; i < kTotals; ++i) {
                 const int h = i / kParts;
-                if (is_member[h]) total[i] = fmaf(total[i], rescale[h], sums[4 / kTotals * i]);
+                if (is_member[h]) total[i] = fmaf(total[i], rescale[h], sums[i]);
             }
         };
         const auto release_value = [&] {

@@ -7,24 +7,25 @@
 
 namespace pageweaver {
 
-constexpr int kStages = 3, kValueStages = 2;
+constexpr int kSplitStages = 3, kSplitValueStages = 2;
 constexpr int kCtasPerSm = 2;
 constexpr int kRawRowBytes = 2 * kHeadDim;
 
 struct SplitMemory {
-    uint8_t keys[kStages][kPageBytes];
-    ValueSlot values[kValueStages];
+    uint8_t keys[kSplitStages][kPageBytes];
+    ValueSlot values[kSplitValueStages];
     uint8_t q[2 * kQBytes];               // raw; then E4M3, low parts behind
     int32_t rows[kTileSlots][kTileRows];  // the query of each row, -1 where the tile has none
     Tile tiles[kTileSlots];               // of no unit: there are no more
-    PageMeta meta[kStages];
-    uint64_t full_key[kStages], empty_key[kStages], full_value[kValueStages], empty_value[kValueStages];
+    PageMeta meta[kSplitStages];
+    uint64_t full_key[kSplitStages], empty_key[kSplitStages], full_value[kSplitValueStages],
+        empty_value[kSplitValueStages];
     uint64_t full_tile[kTileSlots], empty_tile[kTileSlots], full_q, empty_q;
 };
 static_assert(kCtasPerSm * (sizeof(SplitMemory) + 1024) <= 228 * 1024, "two CTAs must fit on an SM");
 
-using KeyRing = RingPosition<kStages>;
-using ValueRing = RingPosition<kValueStages>;
+using KeyRing = RingPosition<kSplitStages>;
+using ValueRing = RingPosition<kSplitValueStages>;
 
 // Draws tiles, one ahead of those at work, and copies their queries as they are. By a warp.
 template <bool kIsCluster>

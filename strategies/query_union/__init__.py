@@ -49,8 +49,8 @@ class QueryUnion(Strategy):
     Parameters
     ----------
     mapping : {"independent", "cluster"}
-        How the CUDA kernel runs a group of two tiles. "independent", the faster one: each tile is a CTA
-        that loads the pages its own queries selected. "cluster", the paper's: two CTAs share the group's
+        How the CUDA kernel runs a group of two tiles. "independent", the faster one: each tile
+        loads the pages its own queries selected. "cluster", the paper's: two CTAs share the group's
         page stream by multicast. Outputs are the same bit for bit; the reference backend has no such choice.
     **options
         See `Strategy`.
