@@ -21,9 +21,8 @@
 //
 // A worker goes through a page step by step, and the other two through theirs meanwhile:
 //
-//   tensor cores  QK(j)                 |                   | PV(j) high    |           | PV(j) low |
-//   the rest      who selected the page | maxima, exp, P(j) |               | O high += | Q(j+1)    | O low
-//   +=
+//   tensor cores  QK(j)     |                   | PV(j) high |           | PV(j) low |
+//   the rest      who wants | maxima, exp, P(j) |            | O high += | Q(j+1)    | O low +=
 //
 // Invariants: full_* take one arrival of the producer and the bytes of the slot; empty_* one arrival of each
 // warp of the worker, or of both workers of a cluster, each for itself: an elected thread could release what
