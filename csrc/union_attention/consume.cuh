@@ -77,8 +77,7 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsCluster>& shared, 
     const float unit_factor = unit_logit_factor(p);
     const float v_scale = p.v_scale_pointer ? *p.v_scale_pointer : p.v_scale;
     // (Shuffled, or the compiler would compute it again and again to save a register.)
-    const uint32_t all_members =
-        __shfl_sync(kAllLanes, p.group_shift > 3 ? 1u : (1u << (8 >> p.group_shift)) - 1, 0);
+    const uint32_t all_members = __shfl_sync(kAllLanes, all_half_queries(p.group_shift), 0);
     // Where the rings begin, in units of 16 bytes.
     const uint32_t keys = smem_address(slots.keys[0]) >> 4, values = smem_address(slots.values[0].page) >> 4;
     // A lane's part of a load of Q fragments: 16 bytes of one of its warp's rows, the lower eight rows in the
@@ -119,12 +118,8 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsCluster>& shared, 
             return factor[h] > kHalfMax ? 0u : uint32_t{__half_as_ushort(__float2half_rz(limit))};
         };
         const uint32_t limit_bits = __reduce_min_sync(kAllLanes, min(limit_of(0), limit_of(1)));
-        // The queries of each half of rows, and their lowest position: pages that end before need no mask.
-        const auto lowest_position = [&](int half) {
-            const int query = rows[16 * warp + 8 * half + lane % 8];
-            return __reduce_min_sync(kAllLanes, query < 0 ? -1 : query + tile.shift);
-        };
-        const int low_position[2] = {lowest_position(0), lowest_position(1)};
+        const int low_position[2] = {lowest_position(rows, tile, warp, 0, lane),
+                                     lowest_position(rows, tile, warp, 1, lane)};
         // Output columns 0 to 63 and 64 to 127; one half of a page's PV. Scores in pairs of columns, then
         // exponents.
         float acc_low[32], acc_high[32], product[32], sums[4];

@@ -21,9 +21,14 @@ struct alignas(16) PageMeta {
 };
 static_assert(kConsumerWarps == 4, "a byte for each half");
 
+// The bits of the queries of a half.
+__device__ __forceinline__ uint32_t all_half_queries(int group_shift) {
+    return group_shift > 3 ? 1u : (1u << (8 >> group_shift)) - 1;
+}
+
 // The bytes of the queries in `mask`, a bit a query of the tile.
 __device__ __forceinline__ uint64_t member_bytes(uint64_t mask, int group_shift) {
-    const uint32_t half_queries = group_shift > 3 ? 1u : (1u << (8 >> group_shift)) - 1;
+    const uint32_t half_queries = all_half_queries(group_shift);
     uint32_t words[2] = {};
 #pragma unroll 1
     for (int half = 0; half < 2 * kConsumerWarps; ++half) {
@@ -52,6 +57,13 @@ __device__ __forceinline__ void release(uint64_t& barrier) {
     } else {
         mbarrier_arrive(smem_address(&barrier));
     }
+}
+
+// The lowest position of a half's queries: pages that end before it need no mask. By a warp.
+__device__ __forceinline__ int lowest_position(const int32_t* rows, const Tile& tile, int warp, int half,
+                                               int lane) {
+    const int query = rows[16 * warp + 8 * half + lane % 8];
+    return __reduce_min_sync(kAllLanes, query < 0 ? -1 : query + tile.shift);
 }
 
 using Fragment = uint32_t[4];

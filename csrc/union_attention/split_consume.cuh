@@ -66,8 +66,7 @@ __device__ void consume_split(const UnionParams& p, SplitMemory& shared) {
     const float unit_factor = unit_logit_factor(p);
     const float v_scale = p.v_scale_pointer ? *p.v_scale_pointer : p.v_scale;
     // (Shuffled, or the compiler would compute it again and again to save a register.)
-    const uint32_t all_members =
-        __shfl_sync(kAllLanes, p.group_shift > 3 ? 1u : (1u << (8 >> p.group_shift)) - 1, 0);
+    const uint32_t all_members = __shfl_sync(kAllLanes, all_half_queries(p.group_shift), 0);
     // Where the rings begin, in units of 16 bytes.
     const uint32_t keys = smem_address(shared.keys[0]) >> 4,
                    values = smem_address(shared.values[0].page) >> 4;
@@ -95,12 +94,8 @@ __device__ void consume_split(const UnionParams& p, SplitMemory& shared) {
             __syncwarp();
             if (lane == 0) mbarrier_arrive(smem_address(&shared.empty_q));
         };
-        // The queries of each half of rows, and their lowest position: pages that end before need no mask.
-        const auto lowest_position = [&](int half) {
-            const int query = rows[16 * warp + 8 * half + lane % 8];
-            return __reduce_min_sync(kAllLanes, query < 0 ? -1 : query + tile.shift);
-        };
-        const int low_position[2] = {lowest_position(0), lowest_position(1)};
+        const int low_position[2] = {lowest_position(rows, tile, warp, 0, lane),
+                                     lowest_position(rows, tile, warp, 1, lane)};
         // Bits of a maximum from which on it is not plainly positive and small: negative, huge, NaN. The
         // lowest of a warp's rows, which needs no register of every thread.
         const uint32_t limit_bits =

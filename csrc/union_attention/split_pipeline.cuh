@@ -71,9 +71,7 @@ __device__ void draw_tiles(const UnionParams& p, SplitMemory& shared) {
                 const int row = lane + 32 * i;
                 if (queries[i] >= 0)
                     cp_async_bulk(smem_address(shared.q) + row * kRawRowBytes,
-                                  static_cast<const __nv_bfloat16*>(p.q) + queries[i] * p.q_stride_row +
-                                      qo_head_of(p, tile, head_row_of(row)) * p.q_stride_head,
-                                  kRawRowBytes, full);
+                                  query_row(p, tile, queries[i], row), kRawRowBytes, full);
             }
         }
         if constexpr (kIsCluster) {
