@@ -68,8 +68,9 @@ __device__ inline float2 load_queries(const UnionParams& p, const Tile& tile, co
 }
 
 // A worker's warps.
-template <bool kIsCluster>
-__device__ void consume(const UnionParams& p, SharedMemory<kIsCluster>& shared, int worker) {
+template <Layout kLayout>
+__device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int worker) {
+    constexpr bool kIsCluster = kLayout == Layout::kCluster;
     PageSlots& slots = shared.slots[worker];
     WorkerState& state = shared.states[worker];
     const int warp = threadIdx.x / kWarp % kConsumerWarps, lane = threadIdx.x % kWarp;
@@ -182,15 +183,31 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsCluster>& shared, 
             }
             wgmma_commit_group();
         };
-        // O = O * rescale + PV. A half without a member has PV = 0 and leaves O alone.
-        const auto add_product = [&](float (&acc)[32]) {
+        // O = O * rescale + PV, by who selected the page and what its rows were rescaled by. A half without a
+        // member has PV = 0 and leaves O alone.
+        const auto add_product = [&](float (&acc)[32], const bool (&had)[2], const float (&factors_of)[2]) {
             fence_registers(product);
-            for_members(is_member, [&](auto... has) {
+            for_members(had, [&](auto... has) {
                 constexpr bool kHas[2] = {decltype(has)::value...};
 #pragma unroll
                 for (int i = 0; i < 32; ++i)
-                    if (kHas[i / 2 % 2]) acc[i] = fmaf(acc[i], rescale[i / 2 % 2], product[i]);
+                    if (kHas[i / 2 % 2]) acc[i] = fmaf(acc[i], factors_of[i / 2 % 2], product[i]);
             });
+        };
+        const auto wait_value = [&] {
+            mbarrier_wait(smem_address(&state.full_value[value_ring.stage]), value_ring.phase);
+        };
+        const auto add_high = [&] {
+            fence_registers(sums);
+            add_product(acc_high, is_member, rescale);
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (is_member[h]) total[h] = fmaf(total[h], rescale[h], sums[2 * h]);
+        };
+        const auto release_value = [&] {
+            __syncwarp();
+            if (lane == 0) release<kIsCluster>(state.empty_value[value_ring.stage]);
+            value_ring.advance();
         };
 
         // Scores of a page to exponents of its probabilities.
@@ -328,6 +345,18 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsCluster>& shared, 
             });
         };
 
+        // The last half of a page's products, behind the first; `meanwhile` runs beside it.
+        const auto multiply_values = [&](auto meanwhile) {
+            wait_value();
+            issue_pv(std::true_type{});
+            wgmma_wait_group<0>();
+            add_high();
+            issue_pv(std::false_type{});
+            meanwhile();
+            wgmma_wait_group<0>();
+            add_product(acc_low, is_member, rescale);
+            release_value();
+        };
         // One page. In a cluster a CTA that waits for a page holds no slot, or the two could wait for each
         // other: it has done with this page before it looks at the next.
         const auto visit = [&](bool has_next) {
@@ -336,21 +365,9 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsCluster>& shared, 
             wgmma_wait_group<0>();
             take_scores();
             take_exponents();
-            mbarrier_wait(smem_address(&state.full_value[value_ring.stage]), value_ring.phase);
-            issue_pv(std::true_type{});
-            wgmma_wait_group<0>();
-            fence_registers(sums);
-            add_product(acc_high);
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                if (is_member[h]) total[h] = fmaf(total[h], rescale[h], sums[2 * h]);
-            issue_pv(std::false_type{});
-            if (has_next) fetch_queries();
-            wgmma_wait_group<0>();
-            add_product(acc_low);
-            __syncwarp();
-            if (lane == 0) release<kIsCluster>(state.empty_value[value_ring.stage]);
-            value_ring.advance();
+            multiply_values([&] {
+                if (has_next) fetch_queries();
+            });
         };
 #pragma unroll
         for (int k = 0; k < 32; ++k) acc_low[k] = acc_high[k] = 0.0f;
@@ -372,6 +389,36 @@ __device__ void consume(const UnionParams& p, SharedMemory<kIsCluster>& shared, 
                     key_ring.advance();
                     value_ring.advance();
                 }
+            }
+        } else if constexpr (kLayout == Layout::kAlone) {
+            // PV of a page runs beside QK of the next.
+            const int rounds = tile.rounds;
+            if (rounds > 0) {
+                fetch_queries();
+                issue_qk();
+                look_up();
+                wgmma_wait_group<0>();
+                take_scores();
+                take_exponents();
+                for (int j = 1; j < rounds; ++j) {
+                    fetch_queries();
+                    wait_value();
+                    issue_pv(std::true_type{});
+                    issue_qk();
+                    look_up();
+                    wgmma_wait_group<1>();
+                    add_high();
+                    issue_pv(std::false_type{});
+                    wgmma_wait_group<1>();
+                    const bool was_member[2] = {is_member[0], is_member[1]};
+                    const float last_rescale[2] = {rescale[0], rescale[1]};
+                    take_scores();
+                    wgmma_wait_group<0>();
+                    add_product(acc_low, was_member, last_rescale);
+                    release_value();
+                    take_exponents();
+                }
+                multiply_values([] {});
             }
         } else {
             const int rounds = tile.rounds;

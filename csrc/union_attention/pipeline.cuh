@@ -7,11 +7,16 @@
 
 namespace pageweaver {
 
-// Workers of a CTA: warpgroups that compute, each on tiles of its own. Three keep a multiprocessor busy where
-// two wait for each other's products, and 152 registers a thread are what three leave each other. In a
-// cluster the CTA is one.
-template <bool kIsCluster>
-constexpr int kWorkers = kIsCluster ? 1 : 3;
+// How tiles meet CTAs. A worker is a warpgroup that computes, on tiles of its own.
+enum class Layout {
+    // Three to a CTA, one CTA an SM: they keep it busy where two wait for each other's products, and 152
+    // registers a thread are what three leave each other.
+    kWorkers,
+    kAlone,    // one to a CTA, two CTAs an SM, in calls of few tiles: PV of a page runs beside QK of the next
+    kCluster,  // one to a CTA, two CTAs a cluster that shares the group's page stream by multicast
+};
+template <Layout kLayout>
+constexpr int kWorkers = kLayout == Layout::kWorkers ? 3 : 1;
 
 constexpr int kStages = 2;
 using PageRing = RingPosition<kStages>;  // of keys and of values: both go from page to page
@@ -30,23 +35,24 @@ struct WorkerState {
     uint64_t full_tile[kTileSlots], empty_tile[kTileSlots];
 };
 
-template <bool kIsCluster>
+template <Layout kLayout>
 struct SharedMemory {
-    PageSlots slots[kWorkers<kIsCluster>];
-    WorkerState states[kWorkers<kIsCluster>];
+    PageSlots slots[kWorkers<kLayout>];
+    WorkerState states[kWorkers<kLayout>];
     alignas(128) uint8_t zeros[kHeadDim];  // a row of Q
 };
-static_assert(sizeof(SharedMemory<false>) <= 227 * 1024 && sizeof(SharedMemory<true>) <= 113 * 1024);
+static_assert(sizeof(SharedMemory<Layout::kWorkers>) <= 227 * 1024 &&
+              sizeof(SharedMemory<Layout::kAlone>) <= 113 * 1024);
 
 // Draws a tile that has queries, or (unit below 0) none: there are no more. Its rows are looked up, and their
 // queries asked for. By a warp; `number` is the first tile to try, below 0 the next that nobody has.
-template <bool kIsCluster>
+template <Layout kLayout>
 __device__ __forceinline__ void draw_tile(const UnionParams& p, int number, Tile& tile, int32_t* rows) {
     const int lane = threadIdx.x % kWarp;
     int live_rows = 0;
     for (;; number = -1) {
         if (number < 0) {
-            if (lane == 0) number = kWorkers<kIsCluster> * gridDim.x + atomicAdd(&p.counters[kTilesDrawn], 1);
+            if (lane == 0) number = kWorkers<kLayout> * gridDim.x + atomicAdd(&p.counters[kTilesDrawn], 1);
             number = __shfl_sync(kAllLanes, number, 0);
         }
         const bool exists = number < tile_count(p);
@@ -60,7 +66,7 @@ __device__ __forceinline__ void draw_tile(const UnionParams& p, int number, Tile
         if (!exists) return;
         live_rows = max(tile.live_queries, 0) << p.group_shift;
         // In a cluster a tile without queries still copies its half of every page.
-        if (kIsCluster || live_rows > 0) break;
+        if (kLayout == Layout::kCluster || live_rows > 0) break;
     }
 #pragma unroll 1
     for (int row = lane; row < kTileRows; row += kWarp) {
@@ -77,9 +83,10 @@ __device__ __forceinline__ void draw_tile(const UnionParams& p, int number, Tile
 }
 
 // Draws tiles for all workers of the CTA, one ahead of those at work. By a warp.
-template <bool kIsCluster>
-__device__ void draw_tiles(const UnionParams& p, SharedMemory<kIsCluster>& shared) {
-    constexpr int kCount = kWorkers<kIsCluster>;
+template <Layout kLayout>
+__device__ void draw_tiles(const UnionParams& p, SharedMemory<kLayout>& shared) {
+    constexpr bool kIsCluster = kLayout == Layout::kCluster;
+    constexpr int kCount = kWorkers<kLayout>;
     const int lane = threadIdx.x % kWarp;
     // A bit a worker: who may have more tiles, who had none yet, and the place in its ring of tiles.
     uint32_t running = (1u << kCount) - 1, is_new = running, stages = 0, phases = 0;
@@ -98,7 +105,7 @@ __device__ void draw_tiles(const UnionParams& p, SharedMemory<kIsCluster>& share
             // A cluster has but one.
             if (kIsCluster && number < 0) number = tile_count(p);
             is_new &= ~bit;
-            draw_tile<kIsCluster>(p, number, state.tiles[stage], state.rows[stage]);
+            draw_tile<kLayout>(p, number, state.tiles[stage], state.rows[stage]);
             __syncwarp();
             if (state.tiles[stage].unit < 0) running &= ~bit;
             __syncwarp();

@@ -3,26 +3,28 @@
 // selected: in all others its probabilities are 0 and its maximum stands, so no bit of its result depends
 // on which queries run with it.
 //
-// Grid: one CTA an SM for the whole launch, or one a tile where there are fewer. It has three workers, of a
-// tile each; a worker takes the next tile, those of the largest unions first, until there is none.
-// kIndependent: tiles share nothing. kCluster, one worker a CTA and one CTA a tile: the two tiles of a group
-// are a cluster; each CTA copies half of every page of the union to both, and passes over pages that its own
-// queries did not select.
+// Grid: one CTA an SM for the whole launch. It has three workers, of a tile each; a worker takes the next
+// tile, those of the largest unions first, until there is none. Where all tiles of a call run at once with
+// one or two workers an SM, each has a CTA of its own (kAlone). kIndependent: tiles share nothing. kCluster,
+// one worker a CTA and one CTA a tile: the two tiles of a group are a cluster; each CTA copies half of every
+// page of the union to both, and passes over pages that its own queries did not select.
 //
-// Threads: 512 (kCluster: 256). Warpgroup 0 produces: warps 0 to 2 copy K and V^T, one for each worker; warp
-// 3 draws tiles, one ahead of those at work. Warpgroups 1 to 3 are the workers: warp w of one holds rows 16 w
-// to 16 w + 15 of its tile, at group size 16 half of the heads of two queries (head_row_of).
+// Threads: 512 (one worker: 256). Warpgroup 0 produces: warps 0 to 2 copy K and V^T, one for each worker;
+// warp 3 draws tiles, one ahead of those at work. Warpgroups 1 to 3 are the workers: warp w of one holds rows
+// 16 w to 16 w + 15 of its tile, at group size 16 half of the heads of two queries (head_row_of).
 //
 // Shared memory, 224 KiB: for each worker a K ring 2 x 16 KiB, a V^T ring 2 x 17 KiB (8 rows of ones below
-// each page), Q 8 KiB, two tiles' queries, page metadata, barriers. kCluster: 75 KiB.
+// each page), Q 8 KiB, two tiles' queries, page metadata, barriers. One worker: 75 KiB.
 //
 // Registers: 56 producing, 152 consuming (output 64, scores in FP16 or half of a page's PV 32, row sums 4,
-// probabilities 16, Q fragments 16). kCluster: 40 and 216.
+// probabilities 16, Q fragments 16). One worker: 40 and 216.
 //
 // A worker goes through a page step by step, and the other two through theirs meanwhile:
 //
 //   tensor cores  QK(j)     |                   | PV(j) high |           | PV(j) low |
 //   the rest      who wants | maxima, exp, P(j) |            | O high += | Q(j+1)    | O low +=
+//
+// kAlone has no others to wait for, and registers to spare: PV(j) runs beside QK(j+1).
 //
 // Invariants: full_* take one arrival of the producer and the bytes of the slot; empty_* one arrival of each
 // warp of the worker, or of both workers of a cluster, each for itself: an elected thread could release what
@@ -43,19 +45,25 @@
 namespace pageweaver {
 namespace {
 
-template <bool kIsCluster>
-constexpr int kThreads = 128 * (1 + kWorkers<kIsCluster>);
-// Registers of a producing and of a consuming thread. Copies in a cluster need a few more.
-template <bool kIsCluster>
-constexpr int kProducerRegisters = kIsCluster ? 40 : 56;
-template <bool kIsCluster>
-constexpr int kConsumerRegisters = kIsCluster ? 216 : 152;
+template <Layout kLayout>
+constexpr int kThreads = 128 * (1 + kWorkers<kLayout>);
+// Registers of a producing and of a consuming thread.
+template <Layout kLayout>
+constexpr int kProducerRegisters = kLayout == Layout::kWorkers ? 56 : 40;
+template <Layout kLayout>
+constexpr int kConsumerRegisters = kLayout == Layout::kWorkers ? 152 : 216;
+template <Layout kLayout>
+constexpr int kCtasPerSm = kLayout == Layout::kWorkers ? 1 : 2;
 
-template <bool kIsCluster>
-__global__ void __launch_bounds__(kThreads<kIsCluster>, kIsCluster ? 2 : 1)
+// Shared memory that one CTA of a multiprocessor can have, but not two.
+constexpr size_t kSharedOfOne = 116 * 1024;
+
+template <Layout kLayout>
+__global__ void __launch_bounds__(kThreads<kLayout>, kCtasPerSm<kLayout>)
     union_attention(const UnionParams p, const __grid_constant__ CUtensorMap key_map) {
+    constexpr bool kIsCluster = kLayout == Layout::kCluster;
     extern __shared__ __align__(1024) uint8_t raw_shared[];
-    auto& shared = *reinterpret_cast<SharedMemory<kIsCluster>*>(raw_shared);
+    auto& shared = *reinterpret_cast<SharedMemory<kLayout>*>(raw_shared);
 
     // Barriers
     if (threadIdx.x == 0) {
@@ -90,15 +98,15 @@ __global__ void __launch_bounds__(kThreads<kIsCluster>, kIsCluster ? 2 : 1)
     // Roles
     const int warp = threadIdx.x / kWarp;
     if (warp < kConsumerWarps) {
-        setmaxnreg_dec<kProducerRegisters<kIsCluster>>();
-        if (warp < kWorkers<kIsCluster>)
+        setmaxnreg_dec<kProducerRegisters<kLayout>>();
+        if (warp < kWorkers<kLayout>)
             produce_tiles<kIsCluster>(p, key_map, shared.slots[warp], shared.states[warp]);
         else if (warp == 3)
-            draw_tiles<kIsCluster>(p, shared);
+            draw_tiles<kLayout>(p, shared);
     } else {
-        setmaxnreg_inc<kConsumerRegisters<kIsCluster>>();
+        setmaxnreg_inc<kConsumerRegisters<kLayout>>();
         // (Shuffled, so that the compiler knows that a warp's threads agree.)
-        consume<kIsCluster>(p, shared, __shfl_sync(kAllLanes, warp / kConsumerWarps - 1, 0));
+        consume<kLayout>(p, shared, __shfl_sync(kAllLanes, warp / kConsumerWarps - 1, 0));
     }
     // Neither CTA may end while the other still copies to it or releases its slots.
     if constexpr (kIsCluster) {
@@ -112,24 +120,35 @@ __global__ void __launch_bounds__(kThreads<kIsCluster>, kIsCluster ? 2 : 1)
 cudaError_t launch_union_attention(const UnionParams& p, const CUtensorMap& key_map, Mapping mapping,
                                    Arithmetic arithmetic, cudaStream_t stream) {
     if (arithmetic == Arithmetic::kSplit) return launch_split_attention(p, key_map, mapping, stream);
-    const auto launch = [&](auto is_cluster) {
-        constexpr bool kIsCluster = decltype(is_cluster)::value;
-        constexpr int kCluster = kIsCluster ? 2 : 1;
-        constexpr size_t kShared = sizeof(SharedMemory<kIsCluster>);
-        if (kIsCluster && p.tiles_per_group != 2) return cudaErrorInvalidValue;
-        auto* const kernel = union_attention<kIsCluster>;
-        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(kShared));
-        int multiprocessors = 0;
-        if (error == cudaSuccess) error = count_multiprocessors(multiprocessors);
+    const bool is_cluster = mapping == Mapping::kCluster;
+    if (is_cluster && p.tiles_per_group != 2) return cudaErrorInvalidValue;
+    int multiprocessors = 0;
+    if (const cudaError_t error = count_multiprocessors(multiprocessors)) return error;
+    // One cluster at least: a call without a tile still zeroes its padding rows.
+    const int64_t tiles =
+        std::max<int64_t>(is_cluster ? 2 : 1, int64_t{p.num_kv_heads} * p.max_groups * p.tiles_per_group);
+    const auto launch = [&](auto layout) {
+        constexpr Layout kLayout = decltype(layout)::value;
+        // With a tile an SM at most, none takes two while others have none.
+        const bool is_spread = kLayout == Layout::kAlone && tiles <= multiprocessors;
+        const size_t shared = std::max(sizeof(SharedMemory<kLayout>), is_spread ? kSharedOfOne : 0);
+        auto* const kernel = union_attention<kLayout>;
+        cudaError_t error = prefer_shared_memory(kernel);
+        if (error == cudaSuccess)
+            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(shared));
         if (error != cudaSuccess) return error;
-        // One cluster at least: a call without a tile still zeroes its padding rows.
-        const int64_t tiles =
-            std::max<int64_t>(kCluster, int64_t{p.num_kv_heads} * p.max_groups * p.tiles_per_group);
-        const int64_t ctas = kIsCluster ? tiles : std::min<int64_t>(tiles, multiprocessors);
-        return launch_dependent(kernel, kCluster, ctas, kThreads<kIsCluster>, kShared, stream, p, key_map);
+        const int64_t ctas = kLayout == Layout::kCluster
+                                 ? tiles
+                                 : std::min<int64_t>(tiles, int64_t{kCtasPerSm<kLayout>} * multiprocessors);
+        return launch_dependent(kernel, kLayout == Layout::kCluster ? 2 : 1, ctas, kThreads<kLayout>, shared,
+                                stream, p, key_map);
     };
-    return mapping == Mapping::kCluster ? launch(std::true_type{}) : launch(std::false_type{});
+    if (is_cluster) return launch(std::integral_constant<Layout, Layout::kCluster>{});
+    // As many as two CTAs an SM hold at once: a third worker would have nothing to do.
+    if (tiles <= 2 * int64_t{multiprocessors})
+        return launch(std::integral_constant<Layout, Layout::kAlone>{});
+    return launch(std::integral_constant<Layout, Layout::kWorkers>{});
 }
 
 }  // namespace pageweaver

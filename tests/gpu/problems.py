@@ -18,7 +18,17 @@ import pageweaver as pw
 from pageweaver.common.reference import exact_attention, nrms
 from pageweaver.common.supports import preset
 
-from ..helpers import E4M3, RANDOM_LSE_ERROR, RANDOM_NRMS, Target, assert_empty, random_problem
+from ..helpers import (
+    E4M3,
+    RANDOM_LSE_ERROR,
+    RANDOM_NRMS,
+    Result,
+    Target,
+    assert_empty,
+    assert_same_bits,
+    random_problem,
+    replaced,
+)
 
 DEVICE = "cuda"
 # Of "split" the twin loses 0.18%, nearly all by its BF16 output. A tensor core sums FP8 products to 13 bits:
@@ -103,9 +113,36 @@ def shuffled_ids(problem: pw.AttentionProblem, seed: int) -> torch.Tensor:
     return ids.to(problem.device)
 
 
+def copies(problem: pw.AttentionProblem, times: int) -> pw.AttentionProblem:
+    """The same requests several times over, of one cache."""
+    lengths = problem.cu_seqlens_q.diff().repeat(times)
+    rows = int(problem.cu_seqlens_q[-1])
+    return replaced(
+        problem,
+        q=problem.q[:rows].repeat(times, 1, 1),
+        q2k_indices=problem.q2k_indices[:, :rows].repeat(1, times, 1),
+        cu_seqlens_q=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        seqused_k=problem.seqused_k.repeat(times),
+        page_table=problem.page_table.repeat(times, 1),
+    )
+
+
+def run_alone_and_crowded(target: Target, problem: pw.AttentionProblem) -> Result:
+    """The result of a call, which each of its copies in a call of 8,192 queries has too.
+
+    Calls of few and of many tiles are different layouts of a kernel.
+    """
+    result, rows = target.run(problem), int(problem.cu_seqlens_q[-1])
+    times = -(-8192 // rows)
+    crowded = target.run(copies(problem, times))
+    for first in range(0, times * rows, rows):
+        assert_same_bits(crowded[first : first + rows], result[:rows])
+    return result
+
+
 def assert_accurate(target: Target, problem: pw.AttentionProblem) -> None:
     """Against float64 and against the torch twin."""
-    result, expected = target.run(problem), twin(target).run(problem)
+    result, expected = run_alone_and_crowded(target, problem), twin(target).run(problem)
     out, lse = exact(problem)
     dead = lse == -torch.inf
     assert torch.equal(result.lse == -torch.inf, dead), "lse: -inf in other rows"

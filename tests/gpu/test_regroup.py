@@ -13,7 +13,7 @@ import torch
 import pageweaver as pw
 from pageweaver.common.supports import preset
 
-from ..helpers import Target, assert_same_bits, choices_problem, poison, random_problem, replaced
+from ..helpers import E4M3, Target, assert_same_bits, choices_problem, poison, random_problem, replaced
 from .hopper import WATCHDOG, missing
 
 DEVICE = "cuda"
@@ -185,8 +185,10 @@ class TestResults:
 
 @pytest.mark.parametrize("name", ["union8", *ONLINE])
 def test_boundaries_past_the_rows(name: str) -> None:
-    """A last boundary past total_q makes no group without a row."""
+    """A last boundary past total_q makes no group without a row, and the rows that there are stand."""
     problem = random_problem(lengths=(100, 30), prefixes=(5000, 3000), past_rows=0, device=DEVICE)
+    # Finite past the end as well, which `past` says is 400 tokens further.
+    problem = replaced(problem, v_cache=problem.v_cache.float().nan_to_num().to(E4M3))
     past = replaced(
         problem,
         cu_seqlens_q=problem.cu_seqlens_q + torch.tensor([0, 0, 400], dtype=torch.int32, device=DEVICE),
@@ -194,12 +196,14 @@ def test_boundaries_past_the_rows(name: str) -> None:
         seqused_k=problem.seqused_k + torch.tensor([0, 400], dtype=torch.int32, device=DEVICE),
     )
     strategy = pw.load(name)
+    expected = strategy(problem)
     workspace = strategy.workspace(past)
     poison(workspace)
     schedule: Any = strategy.prepare(past, workspace)
     live = -(-100 // 8) + -(-30 // 8)
     assert (schedule.union_counts[0, :live] > 0).all() and not schedule.union_counts[0, live:].any()
     assert int(schedule.group_offsets[live]) == problem.total_q
+    assert torch.equal(strategy.execute(past, schedule), expected)
 
 
 def test_auto_takes_what_is_worth_its_search() -> None:

@@ -22,7 +22,18 @@ from ..helpers import (
     replaced,
 )
 from .hopper import WATCHDOG, missing
-from .problems import DEVICE, LONG, SIZES, assert_accurate, exact, long_context, messy, selected, twin
+from .problems import (
+    DEVICE,
+    LONG,
+    SIZES,
+    assert_accurate,
+    exact,
+    long_context,
+    messy,
+    run_alone_and_crowded,
+    selected,
+    twin,
+)
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), WATCHDOG]
 
@@ -56,7 +67,7 @@ def test_huge_logits(target: Target, size: float, group_size: int) -> None:
     scale = torch.ones(problem.total_q, 1, 1, device="cuda")
     scale[::2] = size
     huge = replaced(problem, q=(problem.q.float() * scale).bfloat16())
-    result, wanted = target.run(huge), twin(target).run(huge)
+    result, wanted = run_alone_and_crowded(target, huge), twin(target).run(huge)
     assert result.lse.isfinite().equal(wanted.lse.isfinite())
     error = (result.out - wanted.out)[::2].norm(dim=-1) / wanted.out[::2].norm(dim=-1).clamp(min=1e-6)
     assert (error > 0.1).float().mean() <= 0.05
@@ -87,7 +98,7 @@ class TestOnes:
             v=constant(1.0),
             device=DEVICE,
         )
-        result = target.run(problem)
+        result = run_alone_and_crowded(target, problem)
         assert (result.out - 1).abs().max() <= V_ONE_ERROR[target.arithmetic]
         assert (result.lse - exact(problem)[1]).abs().max() <= RANDOM_LSE_ERROR[target.arithmetic]
 
@@ -95,7 +106,7 @@ class TestOnes:
     def test_random(self, target: Target, size: float) -> None:
         problem = selected("mid", 1000)
         ones = torch.ones(problem.v_cache.shape, device=DEVICE).to(E4M3)
-        result = target.run(replaced(problem, v_cache=ones, q=problem.q * size))
+        result = run_alone_and_crowded(target, replaced(problem, v_cache=ones, q=problem.q * size))
         assert (result.out - 1).abs().max() <= V_ONE_ERROR[target.arithmetic]
 
 
@@ -114,7 +125,7 @@ def test_largest_sums(target: Target, logit: float) -> None:
         softmax_scale=logit / (128 * 448),
     )
     keys = problem.k_cache.float()[..., :1].expand(problem.k_cache.shape).to(E4M3)
-    result = target.run(replaced(problem, q=torch.ones_like(problem.q), k_cache=keys))
+    result = run_alone_and_crowded(target, replaced(problem, q=torch.ones_like(problem.q), k_cache=keys))
     visible = torch.tensor([128.0, 73.0]).double().repeat(8, 1)
     visible[:, 1] += torch.arange(8)
     weights = visible * torch.tensor([0.0, -2 * logit]).double().exp()
@@ -134,6 +145,29 @@ def test_infinite_query_without_pages(target: Target, group_size: int) -> None:
     plain = replaced(problem, q2k_indices=ids)
     q = problem.q.clone()
     q[::3, :, 5] = torch.inf
-    result, wanted = target.run(replaced(plain, q=q)), target.run(plain)
+    result, wanted = run_alone_and_crowded(target, replaced(plain, q=q)), target.run(plain)
     assert (result.out[::3] == 0).all() and (result.lse[::3] == -torch.inf).all()
     assert_same_bits(result, wanted)
+
+
+@pytest.mark.parametrize("group_size", [16, 4, 1])
+@pytest.mark.parametrize("other", [-1.0, 1.0])
+def test_negative_scores(target: Target, group_size: int, other: float) -> None:
+    """Rows that see nothing but negative scores, from the first token on, beside rows that may not.
+
+    Query i sits at position i: it sees one token of page 0 and more, or nothing of page 1.
+    """
+    lengths = 64 if group_size == 16 else 160
+    problem = paged_case(
+        [[0, 1]] * lengths,
+        prefixes=[0],
+        q0=torch.where(torch.arange(lengths) % 2 == 0, 1.0, other)[:, None].expand(lengths, group_size),
+        k0=lambda _, positions: -1.0 - (positions % 5).float(),
+        group_size=group_size,
+        device=DEVICE,
+    )
+    result = run_alone_and_crowded(target, problem)
+    out, lse = exact(problem)
+    # V is the page's number: 0 or 1.
+    assert (result.out.double().cpu() - out.double().cpu()).abs().max() <= 0.03
+    assert (result.lse.double().cpu() - lse.double().cpu()).abs().max() <= RANDOM_LSE_ERROR[target.arithmetic]
