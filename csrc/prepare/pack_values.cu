@@ -65,6 +65,51 @@ __device__ __forceinline__ int load(const int32_t* address) {
     return value;
 }
 
+// Transposes one page. By a CTA; `tile` holds a page.
+__device__ __forceinline__ void pack_page(const PrepareParams& p, int head, int64_t physical, int valid,
+                                          int packed, uint8_t* tile) {
+    const uint8_t* source = p.v_cache + physical * p.v_stride_page + head * p.v_stride_head;
+    // Each thread transposes 4 x 4 bytes, 4 tokens of one k quad and 4 neighbouring d, in each 32 tokens.
+    // All of the page is asked for at once.
+    constexpr int kBlocks = kPageSize / 32;
+    static_assert(kBlocks * kThreads * 16 == kPackedPageBytes);
+    const int c = threadIdx.x % 4, d = threadIdx.x / 4 % 32 * 4, half = threadIdx.x / 128;
+    const int first = 16 * half + 2 * c;
+    source += first * p.v_stride_token + d;
+    uint32_t rows[kBlocks][4];
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k)
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+            const int token = 32 * k + 8 * (b / 2) + b % 2;
+            rows[k][b] = first + token < valid
+                             ? *reinterpret_cast<const uint32_t*>(source + token * p.v_stride_token)
+                             : 0u;
+        }
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+        // Interleave bytes of token pairs, then pairs of pairs.
+        const uint32_t low01 = __byte_perm(rows[k][0], rows[k][1], 0x5140);
+        const uint32_t high01 = __byte_perm(rows[k][0], rows[k][1], 0x7362);
+        const uint32_t low23 = __byte_perm(rows[k][2], rows[k][3], 0x5140);
+        const uint32_t high23 = __byte_perm(rows[k][2], rows[k][3], 0x7362);
+        const uint32_t columns[4] = {__byte_perm(low01, low23, 0x5410), __byte_perm(low01, low23, 0x7632),
+                                     __byte_perm(high01, high23, 0x5410),
+                                     __byte_perm(high01, high23, 0x7632)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = packed_row_of(d + i), chunk = (2 * k + half) ^ (row % 8);
+            *reinterpret_cast<uint32_t*>(tile + row * kPageSize + chunk * 16 + 4 * c) = columns[i];
+        }
+    }
+    __syncthreads();
+    uint4* target = reinterpret_cast<uint4*>(p.packed_v + int64_t{packed} * kPackedPageBytes);
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k)
+        target[threadIdx.x + k * kThreads] = reinterpret_cast<const uint4*>(tile)[threadIdx.x + k * kThreads];
+    __syncthreads();
+}
+
 __global__ void __launch_bounds__(kThreads, 4) pack_values(PrepareParams p, int claimers, PageRange range) {
     grid_dependency_launch();  // what follows sets up meanwhile, and waits for this kernel before it reads
     // That the kernel before let this one start says nothing about what is seen of its marks: an acquired
@@ -78,78 +123,52 @@ __global__ void __launch_bounds__(kThreads, 4) pack_values(PrepareParams p, int 
         return;
     }
     __shared__ alignas(16) uint8_t tile[kPackedPageBytes];
+    __shared__ int first_numbered;
     const bool has_room = int64_t{p.num_kv_heads} * p.batch_size * p.max_pages <= p.max_packed;
-    const int64_t wanted = p.num_kv_heads * range.count;
-    for (int64_t i = blockIdx.x - kOrderBlocks; i < wanted; i += gridDim.x - kOrderBlocks) {
-        const int head = static_cast<int>(i / range.count);
-        const int64_t at = range.first + i % range.count;
-        const int64_t index = int64_t{head} * p.batch_size * p.max_pages + at;
-        const int page = static_cast<int>(at % p.max_pages);
-        const int request = static_cast<int>(at / p.max_pages);
-        // The call's own tensors: on their way beside the mark.
-        const int64_t physical = load(p.page_table + request * p.page_table_stride + page);
-        const int valid = min(load(p.seqused_k + request) - page * kPageSize, kPageSize);
-        // Where there is room for all pages of all requests, a page's slot is its index; else slots are
-        // numbered as pages turn up. No more are marked than there are edges, so a number stays in the
-        // buffer.
-        int packed = has_room ? static_cast<int>(index) : 0;
+    const int64_t wanted = p.num_kv_heads * range.count, step = gridDim.x - kOrderBlocks;
+    const int lane = threadIdx.x % kWarp;
+    // Few of many pages may be selected: each lane looks one of the CTA's pages up, and all warps find the
+    // same.
+    for (int64_t base = blockIdx.x - kOrderBlocks; base < wanted; base += kWarp * step) {
+        const int64_t own = base + lane * step;
+        int64_t index = 0, physical = 0;
+        int head = 0, valid = 0, packed = -1;
+        if (own < wanted) {
+            head = static_cast<int>(own / range.count);
+            const int64_t at = range.first + own % range.count;
+            index = int64_t{head} * p.batch_size * p.max_pages + at;
+            const int page = static_cast<int>(at % p.max_pages), request = static_cast<int>(at / p.max_pages);
+            // The call's own tensors: on their way beside the mark.
+            physical = load(p.page_table + request * p.page_table_stride + page);
+            valid = min(load(p.seqused_k + request) - page * kPageSize, kPageSize);
+            if (p.page_marks) {
+                const uint32_t marks =
+                    p.page_marks[(int64_t{head} * p.batch_size + request) * mark_words(p.max_pages) +
+                                 page / 32];
+                packed = marks >> (page % 32) & 1 ? 0 : -1;
+            } else {
+                packed = p.packed_slots[index];
+            }
+        }
+        uint32_t marked = __ballot_sync(kAllLanes, packed >= 0);
         if (p.page_marks) {
-            const uint32_t marks =
-                p.page_marks[(int64_t{head} * p.batch_size + request) * mark_words(p.max_pages) + page / 32];
-            if (!(marks >> (page % 32) & 1)) packed = -1;
-            __shared__ int numbered;
-            if (!has_room && packed == 0) {
-                if (threadIdx.x == 0) numbered = atomicAdd(&p.counters[kPackedCount], 1);
+            // Where there is room for all pages of all requests, a page's slot is its index; else slots are
+            // numbered as pages turn up. No more are marked than there are edges, so a number stays in the
+            // buffer.
+            if (!has_room && marked != 0) {
+                if (threadIdx.x == 0) first_numbered = atomicAdd(&p.counters[kPackedCount], __popc(marked));
                 __syncthreads();
-                packed = numbered;
             }
-            if (threadIdx.x == 0) p.packed_slots[index] = packed;
-        } else {
-            packed = p.packed_slots[index];
+            if (packed >= 0)
+                packed =
+                    has_room ? static_cast<int>(index) : first_numbered + __popc(marked & ((1u << lane) - 1));
+            if (threadIdx.x < kWarp && own < wanted) p.packed_slots[index] = packed;
         }
-        if (packed < 0) continue;
-        const uint8_t* source = p.v_cache + physical * p.v_stride_page + head * p.v_stride_head;
-
-        // Each thread transposes 4 x 4 bytes, 4 tokens of one k quad and 4 neighbouring d, in each 32 tokens.
-        // All of the page is asked for at once.
-        constexpr int kBlocks = kPageSize / 32;
-        static_assert(kBlocks * kThreads * 16 == kPackedPageBytes);
-        const int c = threadIdx.x % 4, d = threadIdx.x / 4 % 32 * 4, half = threadIdx.x / 128;
-        const int first = 16 * half + 2 * c;
-        source += first * p.v_stride_token + d;
-        uint32_t rows[kBlocks][4];
-#pragma unroll
-        for (int k = 0; k < kBlocks; ++k)
-#pragma unroll
-            for (int b = 0; b < 4; ++b) {
-                const int token = 32 * k + 8 * (b / 2) + b % 2;
-                rows[k][b] = first + token < valid
-                                 ? *reinterpret_cast<const uint32_t*>(source + token * p.v_stride_token)
-                                 : 0u;
-            }
-#pragma unroll
-        for (int k = 0; k < kBlocks; ++k) {
-            // Interleave bytes of token pairs, then pairs of pairs.
-            const uint32_t low01 = __byte_perm(rows[k][0], rows[k][1], 0x5140);
-            const uint32_t high01 = __byte_perm(rows[k][0], rows[k][1], 0x7362);
-            const uint32_t low23 = __byte_perm(rows[k][2], rows[k][3], 0x5140);
-            const uint32_t high23 = __byte_perm(rows[k][2], rows[k][3], 0x7362);
-            const uint32_t columns[4] = {__byte_perm(low01, low23, 0x5410), __byte_perm(low01, low23, 0x7632),
-                                         __byte_perm(high01, high23, 0x5410),
-                                         __byte_perm(high01, high23, 0x7632)};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = packed_row_of(d + i), chunk = (2 * k + half) ^ (row % 8);
-                *reinterpret_cast<uint32_t*>(tile + row * kPageSize + chunk * 16 + 4 * c) = columns[i];
-            }
+        for (; marked != 0; marked &= marked - 1) {
+            const int from = __ffs(marked) - 1;
+            pack_page(p, __shfl_sync(kAllLanes, head, from), __shfl_sync(kAllLanes, physical, from),
+                      __shfl_sync(kAllLanes, valid, from), __shfl_sync(kAllLanes, packed, from), tile);
         }
-        __syncthreads();
-        uint4* target = reinterpret_cast<uint4*>(p.packed_v + int64_t{packed} * kPackedPageBytes);
-#pragma unroll
-        for (int k = 0; k < kBlocks; ++k)
-            target[threadIdx.x + k * kThreads] =
-                reinterpret_cast<const uint4*>(tile)[threadIdx.x + k * kThreads];
-        __syncthreads();
     }
 }
 
