@@ -10,11 +10,19 @@ import torch
 
 import pageweaver as pw
 from pageweaver.common.supports import preset
-from pageweaver.strategies.regroup.online import count_rounds
+from pageweaver.strategies.regroup import online
+from pageweaver.strategies.regroup.online import count_rounds, least_rounds, sought_below
 
 from .helpers import choices_problem, random_problem
 
 
+@pytest.fixture
+def searches_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every window is searched, also in the small calls of these tests."""
+    monkeypatch.setattr(online, "sought_below", lambda _: 257)
+
+
+@pytest.mark.usefixtures("searches_all")
 @pytest.mark.parametrize("objective", ["visits", "rounds"])
 @pytest.mark.parametrize("name", ["low", "high", "interleaved"])
 def test_takes_one_of_three(name: str, objective: str) -> None:
@@ -38,6 +46,7 @@ def test_takes_one_of_three(name: str, objective: str) -> None:
     assert strategy.work(problem).rounds <= 1 + min(original, halves)
 
 
+@pytest.mark.usefixtures("searches_all")
 @pytest.mark.parametrize("objective", ["visits", "rounds"])
 def test_every_way_to_choose(objective: str) -> None:
     problem = choices_problem()
@@ -62,6 +71,7 @@ def test_every_way_to_choose(objective: str) -> None:
     assert 15 * rounds(found.query_ids, 512, 128) > 16 * rounds(original, 512, 128)
 
 
+@pytest.mark.usefixtures("searches_all")
 def test_original_order_wins_ties() -> None:
     problem = pw.make_problem(preset("low", total_q=256, prefix=9000))
     problem.q2k_indices[:] = problem.q2k_indices[:, :1]
@@ -70,11 +80,48 @@ def test_original_order_wins_ties() -> None:
     assert torch.equal(schedule.query_ids[0], torch.arange(256, dtype=torch.int32))
 
 
+@pytest.mark.usefixtures("searches_all")
 def test_groups_as_large_as_the_window() -> None:
     """At group size 1 a group is a window of 128: halves cannot be searched."""
     problem = random_problem(lengths=(300,), prefixes=(4000,), group_size=1)
     schedule: Any = pw.load("auto").prepare(problem)
     assert not (schedule.window_choices == 1).any()
+
+
+def test_searches_where_it_can_pay() -> None:
+    """A bound near the original order's rounds leaves nothing to save, a small call too little time."""
+    for name, total_q, searched in (
+        ("low", 1000, False),
+        ("interleaved", 1000, True),
+        ("low", 4000, True),
+        ("high", 4000, False),
+    ):
+        problem = pw.make_problem(preset(name, total_q=total_q, prefix=49152))
+        schedule: Any = pw.load("auto").prepare(problem)
+        assert bool(schedule.window_choices.any()) == searched, (name, total_q)
+        support, most = problem.support[0].numpy(), sought_below(problem)
+        for first, choice in zip(range(0, total_q, 128), schedule.window_choices[0].tolist(), strict=False):
+            window = support[first : first + 128]
+            # Whatever the order, none gets below the bound.
+            least = least_rounds(window, 4)
+            order = schedule.query_ids[0, first : first + 128].numpy()
+            assert least <= count_rounds(support[order], 4)
+            assert choice == 0 or 256 * least < most * count_rounds(window, 4)
+
+
+def test_bound_of_rounds() -> None:
+    """Page 0 of six queries takes two tiles of four at least, each of the others one."""
+    pages = np.array([[0, k + 1] for k in range(6)] + [[-1, 1], [-1, -1]])
+    assert least_rounds(pages, 4) == 2 + 6
+    assert least_rounds(pages, 8) == 1 + 6
+    assert least_rounds(pages[:0], 4) == 0
+
+
+def test_more_is_searched_in_larger_calls() -> None:
+    """From 0.45 of the original order's rounds to nearly 0.95."""
+    problems = [pw.make_problem(preset("high", total_q=n, prefix=9000)) for n in (1, 500, 2000, 8000, 16000)]
+    limits = [sought_below(problem) for problem in problems]
+    assert limits == sorted(limits) and limits[0] == limits[1] == 115 and 224 < limits[-1] < 243
 
 
 def test_given_ids_choose_nothing() -> None:

@@ -45,7 +45,8 @@ void prepare_unions(const py::dict& arguments, uintptr_t stream) {
     READ(max_packed), READ(group_offsets), READ(group_requests), READ(union_pages), READ(union_masks);
     READ(union_counts), READ(tile_counts), READ(unit_order), READ(packed_slots);
     READ(page_marks), READ(packed_v), READ(group_starts), READ(counters), READ(written_ids);
-    READ(window), READ(max_windows), READ(by_rounds), READ(window_choices), READ(window_starts);
+    READ(window), READ(max_windows), READ(by_rounds), READ(window_choices), READ(sought_below),
+        READ(window_starts);
     check(launch_prepare(params, reinterpret_cast<cudaStream_t>(stream)), "prepare_unions");
 }
 

@@ -34,8 +34,10 @@ struct PrepareParams {
     int32_t window;       // queries a search window, 64 or 128, at least a group
     int32_t max_windows;  // of one KV head
     int32_t by_rounds;    // objective: 0 visits, 1 rounds
-    // [num_kv_heads, max_windows]; null: every window takes the order searched for it
+    // [num_kv_heads, max_windows]; null: every window takes the order searched for it. Else a window is
+    // searched where a lower bound of its rounds is below `sought_below` 256ths of those that it has.
     int32_t* window_choices;
+    int32_t sought_below;
     // schedule
     int32_t* written_ids;    // [num_kv_heads, total_q]; original order or what was found; null: ids are given
     int32_t* group_offsets;  // [max_groups + 1]

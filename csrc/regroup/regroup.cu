@@ -15,8 +15,9 @@
 // in a table of row masks (bit = row), then 16 x 32 bit transposes of it into overlaps. It needs nothing of
 // plan_groups and runs beside it; marking pages for packing, which does, is for the warps that do not search.
 //
-// Where the call may choose (window_choices), three warps search a window of 128 and its two halves at once.
-// A search that gains nothing in its first slots gives up, and that of the window half way too, unless what
+// Where the call may choose (window_choices), a window whose rounds no order could make much fewer keeps its
+// order; in the others three warps search a window of 128 and its two halves at once. A search that gains
+// nothing in its first slots gives up, and that of the window half way too, unless what
 // it gains is worth holding up the call. Unions are built in the order of the halves as it is found, then in
 // the window's own where that goes on, and again where another has far fewer rounds (Eq. 4).
 //
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     // Barriers: the order of the halves, or (first where there is but that) the window's own, has this group.
     __shared__ uint64_t found[1 + kChooses][kWarps<kWindow>];
     __shared__ int rounds[kChoices], group_rounds[1 + kChooses][kWarps<kWindow>], sampled_rounds,
-        original_halves;
+        original_halves, least_rounds;
     __shared__ uint64_t halves_found;  // barrier: both are, and their rounds are counted
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     if (threadIdx.x < (1 + kChooses) * kWarps<kWindow>)
         mbarrier_init(smem_address(&found[0][threadIdx.x]), 1);
     if (threadIdx.x == 0) {
-        sampled_rounds = original_halves = 0;
+        sampled_rounds = original_halves = least_rounds = 0;
         mbarrier_init(smem_address(&halves_found), 2);
     }
 
@@ -170,6 +171,40 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
         }
     }
 
+    // Costs are those of full tiles, two a group, also where a small call runs smaller ones.
+    const int group_length = p.queries_per_tile * p.tiles_per_group, tile = group_length / 2;
+
+    // Rounds of the original order, by the pages in the table, and a bound below which no order gets: that of
+    // one in which the rows of each page stand together.
+    const auto count_pages = [&] {
+        const int shift = __ffs(tile) - 1;
+        const uint32_t first_rows = 0xffffffffu / (0xffffffffu >> (32 - min(tile, 32)));  // of the tiles
+        int own_rounds = 0, own_least = 0;
+#pragma unroll 1
+        for (int page = threadIdx.x; page < capacity; page += kThreads<kWindow>) {
+            int selecting = 0;
+            bool is_read = false;
+#pragma unroll
+            for (int word = 0; word < kRowWords; ++word) {
+                uint32_t tiles = table[word * table_stride + page];
+                selecting += __popc(tiles);
+                for (int step = 1; step < min(tile, 32); step *= 2) tiles |= tiles >> step;
+                tiles &= first_rows;
+                // A tile of 64 rows is two words.
+                const bool counts = tile <= 32 || word % 2 == 0 || !is_read;
+                is_read = tiles != 0;
+                if (counts) own_rounds += __popc(tiles);
+            }
+            own_least += (selecting + tile - 1) >> shift;
+        }
+        own_rounds = __reduce_add_sync(kAllLanes, own_rounds);
+        own_least = __reduce_add_sync(kAllLanes, own_least);
+        if (lane == 0) {
+            atomicAdd(&rounds[kOriginal], own_rounds);
+            atomicAdd(&least_rounds, own_least);
+        }
+    };
+
     // Overlaps
     // By whole warps, 32 pages each; a pass begins with a word of marks.
     const auto mark = [&](int first_page, int thread, int threads) {
@@ -210,6 +245,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
             }
         }
         __syncthreads();
+        if constexpr (kChooses) count_pages();
 #pragma unroll 1
         for (int task = threadIdx.x; task < kWindow * kRowWords * kParts; task += kThreads<kWindow>) {
             const int row = task % kWindow, word = task / kWindow % kRowWords,
@@ -245,11 +281,11 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     }
 
     // Search
-    // Costs are those of full tiles, two a group, also where a small call runs smaller ones.
-    const int group_length = p.queries_per_tile * p.tiles_per_group, tile = group_length / 2;
     const int groups = (rows + group_length - 1) / group_length;
     const bool has_halves = kChooses && kHalf >= group_length;
-    const int searchers = !is_live ? 0 : has_halves ? 3 : 1, builder = warp - searchers;
+    // A bound far below the rounds of the original order leaves room for what a search costs.
+    const bool is_sought = !kChooses || 256 * least_rounds < p.sought_below * rounds[kOriginal];
+    const int searchers = !is_live || !is_sought ? 0 : has_halves ? 3 : 1, builder = warp - searchers;
     const uint8_t* const original = orders[kOriginal];
     int live_groups = 0, first_group = 0;
     const auto find_groups = [&] {
@@ -272,10 +308,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
             if (kChooses && threadIdx.x == 0) *choice_out = kOriginal;
             return;
         }
-        for (int slot = thread; kChooses && slot < kWindow; slot += threads) {
-            const int part = count_rounds<Mask, kWindow>(overlaps, whole_rows, original, slot, rows, tile);
-            if (lane == 0) atomicAdd(&rounds[kOriginal], part);
-        }
+        if (kChooses && !is_sought && thread == 0) *choice_out = kOriginal;
     } else if (warp == 0) {
         if constexpr (kChooses) find_groups();
         // The second half of this search holds up the call. It pays where the first half has far fewer rounds
@@ -330,8 +363,8 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     const SlotOf slot_of(p.topk);
     const uint32_t pages_at = smem_address(pages);
     int own_place = builder, step = min(builders, kWarps<kWindow> - searchers);
-    int choice = has_halves ? kHalves : kWhole;
-    bool is_chosen = !kChooses;
+    int choice = !is_sought ? kOriginal : has_halves ? kHalves : kWhole;
+    bool is_chosen = !kChooses || !is_sought;
     while (true) {
         const bool is_whole = choice == kWhole;
         // Unions of the halves stand until it is known that the window's own search goes on.

@@ -193,11 +193,15 @@ class Search:
     choices : torch.Tensor or None
         int32 ``[num_kv_heads, max_windows]``, written: 0 where a window keeps the original order, 1 where it
         takes that of its halves, 2 where its own. None: every window takes its own.
+    sought_below : int
+        Windows that may choose are searched where a lower bound of their rounds is below so many 256ths of
+        those of the original order.
     """
 
     window: int
     objective: str
-    choices: torch.Tensor | None
+    choices: torch.Tensor | None = None
+    sought_below: int = 0
 
 
 def max_windows(problem: AttentionProblem, window: int) -> int:
@@ -250,6 +254,7 @@ def prepare_cuda(
         "max_windows": max_windows(problem, search.window) if search else 0,
         "by_rounds": OBJECTIVES.index(search.objective) if search else 0,
         "window_choices": search.choices.data_ptr() if search and search.choices is not None else 0,
+        "sought_below": search.sought_below if search else 0,
     }
     with torch.cuda.device(problem.device):
         load_cuda().prepare_unions(arguments, torch.cuda.current_stream().cuda_stream)

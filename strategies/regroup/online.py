@@ -106,7 +106,7 @@ class OnlineRegroup(QueryUnion):
         self, problem: AttentionProblem, views: dict[str, torch.Tensor], backend: str
     ) -> torch.Tensor | Search | None:
         if backend == "cuda":
-            return Search(max(self.window, self.queries_per_group(problem)), self.objective, None)
+            return Search(max(self.window, self.queries_per_group(problem)), self.objective)
         return self._search(problem, self.window)
 
 
@@ -130,14 +130,19 @@ class RegroupW128(OnlineRegroup):
 class Auto(OnlineRegroup):
     """In every window of 128 queries the original order, that of W64, or that of W128.
 
+    A window is searched where that can save what it costs. No order has fewer rounds (Eq. 4, the work of the
+    kernel) than one in which, for each page, all queries that select it stand together; that bound has to be
+    below a part of the original order's rounds, a smaller one in smaller calls (`sought_below`).
+
     A search, of a window or of one of its halves (W64), gives up and keeps the original order if its first 32
-    slots need no fewer rounds (Eq. 4, the work of the kernel) than those of that one; windows and halves of
-    fewer than 32 queries, such as the last of a request, never give up. That of a window gives up after 64
-    slots too, since its second half would hold up the call, if it is of 96 queries or more, its first 64
-    slots need at least 5/6 of the rounds of the first 32 slots of both halves, and the halves need rounds for
-    at most 9/16 of their selected pages. A window takes its own order (W128); if that search gave up, or if
-    another order saves more than a sixteenth of its rounds, that one of the original order and the halves'
-    with fewer rounds, the original at a tie.
+    slots need no fewer rounds than those of that one; windows and halves of fewer than 32 queries, such as
+    the last of a request, never give up. That of a window gives up after 64 slots too, since its second half
+    would hold up the call, if it is of 96 queries or more, its first 64 slots need at least 5/6 of the rounds
+    of the first 32 slots of both halves, and the halves need rounds for at most 9/16 of their selected pages.
+    A window takes its own order (W128); if that search gave up, or if another order saves more than a
+    sixteenth of its rounds, that one of the original order and the halves' with fewer rounds, the original at
+    a tie.
+
     ``schedule.window_choices``, int32 ``[num_kv_heads, max_windows]``, says 0 (original), 1 (halves) or 2
     (its own), windows of a request after those of the one before. A call so small that a tile
     holds one query (`tile_queries`) has the same rounds in any order, and keeps the original one without a
@@ -161,7 +166,7 @@ class Auto(OnlineRegroup):
             choices.zero_()  # every order has the same rounds
             return None
         if backend == "cuda":
-            return Search(self.window, self.objective, choices)
+            return Search(self.window, self.objective, choices, sought_below(problem))
         original = torch.arange(problem.total_q, dtype=torch.int32).expand(problem.num_kv_heads, -1)
         boundaries, support = problem.cu_seqlens_q.tolist(), problem.support.cpu().numpy()
 
@@ -193,10 +198,13 @@ class Auto(OnlineRegroup):
                 and 16 * rounds(head, orders[1], window) <= 9 * edges
             )
 
-        ids = original.clone()
+        ids, most = original.clone(), sought_below(problem)
         choices.zero_()
         for head in range(len(ids)):
             for index, window in enumerate(_windows(boundaries, self.window)):
+                least = least_rounds(support[head, window], problem.queries_per_tile)
+                if 256 * least >= most * rounds(head, original, window):
+                    continue
                 *counts, own = (rounds(head, order, window) for order in orders)
                 choice, other = 2, counts.index(min(counts))
                 given_up = gives_up(head, orders[-1], window) or stops_half_way(head, window)
@@ -212,6 +220,32 @@ def _windows(boundaries: Sequence[int], length: int) -> Iterator[slice]:
     for first, last in pairwise(boundaries):
         for start in range(first, last, length):
             yield slice(start, min(start + length, last))
+
+
+def sought_below(problem: AttentionProblem) -> int:
+    """256ths of the original order's rounds below which the bound of a window has it searched by `auto`.
+
+    From shapes alone, by what was measured (docs/regroup.md): of the rounds between the bound and 0.95 of the
+    original ones a search saves about a third; it costs 8.5 microseconds, and a call takes 30 and 6.25
+    nanoseconds for each column of `q2k_indices` and tile. Below 0.45 a window is searched in any call.
+    """
+    columns = problem.num_kv_heads * problem.total_q * problem.topk // problem.queries_per_tile
+    # 256 x 0.45; 256 x 0.95; 3 x 256 x 8.5 us / 6.25 ns, and 30 us / 6.25 ns
+    return max(115, 243 - 2**20 // (columns + 4800))
+
+
+def least_rounds(pages: NDArray[np.int64], queries_per_tile: int) -> int:
+    """Rounds (Eq. 4) that queries need in any order at least: all that select a page next to each other.
+
+    Parameters
+    ----------
+    pages : numpy.ndarray
+        int64 ``[slots, topk]``; canonical pages of each slot's query, -1 = nothing.
+    queries_per_tile : int
+        Slots of a 64-row tile.
+    """
+    selecting = np.unique(pages[pages >= 0], return_counts=True)[1]
+    return int((-(-selecting // queries_per_tile)).sum())
 
 
 def count_rounds(pages: NDArray[np.int64], queries_per_tile: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import pageweaver as pw
 from pageweaver.common.supports import preset
+from pageweaver.strategies.regroup import online
 
 from ..helpers import E4M3, Target, assert_same_bits, choices_problem, poison, random_problem, replaced
 from .hopper import WATCHDOG, missing
@@ -28,8 +30,22 @@ def load(name: str, objective: str, backend: str) -> pw.Strategy:
     return pw.load(name, objective=objective, backend=backend)
 
 
+def searching(below: int) -> Any:
+    """Windows that `auto` searches: those whose bound is below so many 256ths, whatever the call's size."""
+    return mock.patch.object(online, "sought_below", lambda _: below)
+
+
 def assert_same_groups(problem: pw.AttentionProblem, name: str, objective: str) -> Any:
     """Ids, choices and unions of the device against the CPU's; returns the device's schedule."""
+    if name == "auto":
+        for below in (0, 160):  # none, some
+            with searching(below):
+                _assert_same_groups(problem, name, objective)
+    with searching(257):  # all
+        return _assert_same_groups(problem, name, objective)
+
+
+def _assert_same_groups(problem: pw.AttentionProblem, name: str, objective: str) -> Any:
     strategy = load(name, objective, "cuda")
     workspace = strategy.workspace(problem)
     poison(workspace)
@@ -210,13 +226,23 @@ def test_auto_takes_what_is_worth_its_search() -> None:
     """W128's order where it has far fewer rounds; else the better of the original one and W64's."""
     for name in ("low", "high", "interleaved"):
         problem = pw.make_problem(preset(name, total_q=2000, prefix=49152), device=DEVICE)
-        rounds = {
-            name: pw.load(name).work(problem).rounds
-            for name in ("union8", "regroup_w64", "regroup_w128", "auto")
-        }
+        with searching(257):
+            rounds = {
+                name: pw.load(name).work(problem).rounds
+                for name in ("union8", "regroup_w64", "regroup_w128", "auto")
+            }
         best = min(rounds["union8"], rounds["regroup_w64"])
         # The last window has 80 queries, whose search goes on to its end.
         assert rounds["auto"] <= (rounds["regroup_w128"] if name == "interleaved" else best)
+
+
+@pytest.mark.parametrize(("rows", "objective"), [(1000, "rounds"), (6000, "rounds"), (6000, "visits")])
+@pytest.mark.parametrize("name", ["low", "mid", "high", "interleaved"])
+def test_auto_searches_where_it_can_pay(name: str, rows: int, objective: str) -> None:
+    """As the twin does, in calls of any size; results are union8's."""
+    problem = pw.make_problem(preset(name, total_q=rows, prefix=49152), device=DEVICE)
+    _assert_same_groups(problem, "auto", objective)
+    assert torch.equal(load("auto", objective, "cuda")(problem), pw.load("union8")(problem))
 
 
 @pytest.mark.parametrize("window", [512, 2048])
