@@ -93,6 +93,7 @@ def test_searches_where_it_can_pay() -> None:
     for name, total_q, searched in (
         ("low", 1000, False),
         ("interleaved", 1000, True),
+        ("interleaved", 500, False),
         ("low", 4000, True),
         ("high", 4000, False),
     ):
@@ -118,10 +119,13 @@ def test_bound_of_rounds() -> None:
 
 
 def test_more_is_searched_in_larger_calls() -> None:
-    """From 0.45 of the original order's rounds to nearly 0.95."""
-    problems = [pw.make_problem(preset("high", total_q=n, prefix=9000)) for n in (1, 500, 2000, 8000, 16000)]
+    """From none to nearly 0.95 of the original order's rounds."""
+    sizes = (1, 300, 1000, 4000, 16000)
+    problems = [pw.make_problem(preset("high", total_q=n, prefix=9000)) for n in sizes]
     limits = [sought_below(problem) for problem in problems]
-    assert limits == sorted(limits) and limits[0] == limits[1] == 115 and 224 < limits[-1] < 243
+    assert limits == sorted(limits) and limits[0] == 0 and limits[1] < 64 and 224 < limits[-1] < 243
+    # Four queries a tile: a bound is a quarter of the rounds at least.
+    assert pw.load("auto").prepare(problems[1]).identity and not pw.load("auto").prepare(problems[2]).identity
 
 
 def test_given_ids_choose_nothing() -> None:
@@ -136,6 +140,7 @@ def test_objective_is_named() -> None:
         pw.load("auto", objective="pages")
 
 
+@pytest.mark.usefixtures("searches_all")
 def test_searches_nothing_where_a_tile_holds_one_query() -> None:
     """Every order has as many rounds as there are edges: the original one stands, without a search."""
     problem = pw.make_problem(preset("interleaved", total_q=264, prefix=9000))

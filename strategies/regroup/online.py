@@ -144,9 +144,9 @@ class Auto(OnlineRegroup):
     a tie.
 
     ``schedule.window_choices``, int32 ``[num_kv_heads, max_windows]``, says 0 (original), 1 (halves) or 2
-    (its own), windows of a request after those of the one before. A call so small that a tile
-    holds one query (`tile_queries`) has the same rounds in any order, and keeps the original one without a
-    search. Rounds are those of full tiles.
+    (its own), windows of a request after those of the one before. A call so small that no window can be
+    searched, or that a tile holds one query (`tile_queries`), keeps the original order without a look at its
+    pages. Rounds are those of full tiles.
     """
 
     name = "auto"
@@ -162,8 +162,9 @@ class Auto(OnlineRegroup):
         self, problem: AttentionProblem, views: dict[str, torch.Tensor], backend: str
     ) -> torch.Tensor | Search | None:
         choices = views["window_choices"]
-        if self.queries_per_tile(problem) == 1:
-            choices.zero_()  # every order has the same rounds
+        # Every order has the same rounds; or no bound is so low, since a tile joins only so many queries.
+        if self.queries_per_tile(problem) == 1 or sought_below(problem) * problem.queries_per_tile <= 256:
+            choices.zero_()
             return None
         if backend == "cuda":
             return Search(self.window, self.objective, choices, sought_below(problem))
@@ -226,12 +227,12 @@ def sought_below(problem: AttentionProblem) -> int:
     """256ths of the original order's rounds below which the bound of a window has it searched by `auto`.
 
     From shapes alone, by what was measured (docs/regroup.md): of the rounds between the bound and 0.95 of the
-    original ones a search saves about a third; it costs 8.5 microseconds, and a call takes 30 and 6.25
-    nanoseconds for each column of `q2k_indices` and tile. Below 0.45 a window is searched in any call.
+    original ones a search saves about three tenths; it costs 8.5 microseconds, and a call takes 30 and 6.25
+    nanoseconds for each column of `q2k_indices` and full tile.
     """
     columns = problem.num_kv_heads * problem.total_q * problem.topk // problem.queries_per_tile
-    # 256 x 0.45; 256 x 0.95; 3 x 256 x 8.5 us / 6.25 ns, and 30 us / 6.25 ns
-    return max(115, 243 - 2**20 // (columns + 4800))
+    # 256 x 0.95; 256 x 8.5 us / 0.3 / 6.25 ns; 30 us / 6.25 ns
+    return max(0, 243 - 1_200_000 // (columns + 4800))
 
 
 def least_rounds(pages: NDArray[np.int64], queries_per_tile: int) -> int:
