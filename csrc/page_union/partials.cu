@@ -385,9 +385,7 @@ cudaError_t launch_units(const PageUnionParams& p, const CUtensorMap& key_map, i
                          cudaStream_t stream) {
     constexpr size_t kShared = sizeof(SharedMemory<kPages, kIsSplit>);
     auto* const kernel = produce_partials<kPages, kIsSplit>;
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
-    if (error != cudaSuccess) return error;
+    if (const cudaError_t error = allow_shared_memory(kernel, kShared)) return error;
     return launch_dependent(kernel, 1, int64_t{kCtasPerSm} * multiprocessors, kThreads, kShared, stream, p,
                             key_map);
 }

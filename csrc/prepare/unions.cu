@@ -131,17 +131,14 @@ __global__ void __launch_bounds__(kUnionWarps* kWarp, 4) build_unions(PreparePar
 
 cudaError_t launch_build_unions(const PrepareParams& p, cudaStream_t stream, int64_t& ctas) {
     const size_t warp_bytes = sizeof(uint32_t) * union_words(p);
-    constexpr size_t kMaxShared = 227 * 1024;
+    constexpr size_t kMaxShared = 226 * 1024;  // what static arrays take stays free
     if (warp_bytes > kMaxShared) return cudaErrorInvalidValue;
     int warps = kUnionWarps;
     while (warps > 1 && warps * warp_bytes > 48 * 1024) warps /= 2;
     const size_t shared = warps * warp_bytes;
-    if (const cudaError_t error = prefer_shared_memory(build_unions); error != cudaSuccess) return error;
-    if (shared > 48 * 1024) {
-        const cudaError_t error = cudaFuncSetAttribute(
-            build_unions, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-        if (error != cudaSuccess) return error;
-    }
+    cudaError_t error = prefer_shared_memory(build_unions);
+    if (error == cudaSuccess) error = allow_shared_memory(build_unions, kMaxShared);
+    if (error != cudaSuccess) return error;
     ctas = (int64_t{p.num_kv_heads} * p.max_groups + warps - 1) / warps;
     return launch_dependent(build_unions, 1, ctas, warps * kWarp, shared, stream, p);
 }

@@ -34,6 +34,13 @@ cudaError_t prefer_shared_memory(Kernel* kernel) {
                                 cudaSharedmemCarveoutMaxShared);
 }
 
+// Lets `kernel` be launched with up to `bytes` of dynamic shared memory. A constant of the kernel: what one
+// call needs would take from another that is being launched by another thread.
+template <typename Kernel>
+cudaError_t allow_shared_memory(Kernel* kernel, size_t bytes) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
 // Launches `kernel` in clusters of `cluster` CTAs so that it may start, up to its grid_dependency_wait, while
 // the kernel before it drains.
 template <typename... Parameters, typename... Arguments>

@@ -457,9 +457,7 @@ cudaError_t launch(const PrepareParams& p, cudaStream_t stream) {
         {kWindow / (p.queries_per_tile * p.tiles_per_group), kWarps<kWindow>, free / scratch});
     const int64_t shared = kFixed + std::max((capacity + 1) * kPageBytes, builders * scratch);
     cudaError_t error = prefer_shared_memory(regroup<Mask, kWindow, kChooses>);
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(regroup<Mask, kWindow, kChooses>,
-                                     cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (error == cudaSuccess) error = allow_shared_memory(regroup<Mask, kWindow, kChooses>, kMaxShared);
     if (error != cudaSuccess) return error;
     return launch_dependent(regroup<Mask, kWindow, kChooses>, 1, int64_t{p.num_kv_heads} * p.max_windows,
                             kThreads<kWindow>, shared, stream, p, static_cast<int>(capacity),

@@ -424,9 +424,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
 cudaError_t launch_bf16_attention(const UnionParams& p, const CUtensorMap& key_map,
                                   const CUtensorMap& value_map, cudaStream_t stream) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        bf16_attention, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(SharedMemory)));
-    if (error != cudaSuccess) return error;
+    if (const cudaError_t error = allow_shared_memory(bf16_attention, sizeof(SharedMemory))) return error;
     // One CTA at least: a call without a tile still zeroes its padding rows.
     const int64_t tiles = int64_t{p.num_kv_heads} * p.max_groups * p.tiles_per_group;
     return launch_dependent(bf16_attention, 1, tiles < 1 ? 1 : tiles, kThreads, sizeof(SharedMemory), stream,

@@ -110,8 +110,7 @@ cudaError_t launch_split_attention(const UnionParams& p, const CUtensorMap& key_
         constexpr size_t kShared = sizeof(SplitMemory);
         if (kIsCluster && p.tiles_per_group != 2) return cudaErrorInvalidValue;
         auto* const kernel = split_attention<kIsCluster>;
-        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(kShared));
+        cudaError_t error = allow_shared_memory(kernel, kShared);
         int multiprocessors = 0;
         if (error == cudaSuccess) error = count_multiprocessors(multiprocessors);
         if (error != cudaSuccess) return error;

@@ -130,13 +130,12 @@ cudaError_t launch_union_attention(const UnionParams& p, const CUtensorMap& key_
     const auto launch = [&](auto layout) {
         constexpr Layout kLayout = decltype(layout)::value;
         // With a tile an SM at most, none takes two while others have none.
-        const bool is_spread = kLayout == Layout::kAlone && tiles <= multiprocessors;
-        const size_t shared = std::max(sizeof(SharedMemory<kLayout>), is_spread ? kSharedOfOne : 0);
+        constexpr size_t kShared = sizeof(SharedMemory<kLayout>);
+        constexpr size_t kMost = kLayout == Layout::kAlone ? kSharedOfOne : kShared;
+        const size_t shared = tiles <= multiprocessors ? kMost : kShared;
         auto* const kernel = union_attention<kLayout>;
         cudaError_t error = prefer_shared_memory(kernel);
-        if (error == cudaSuccess)
-            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         static_cast<int>(shared));
+        if (error == cudaSuccess) error = allow_shared_memory(kernel, kMost);
         if (error != cudaSuccess) return error;
         const int64_t ctas = kLayout == Layout::kCluster
                                  ? tiles
