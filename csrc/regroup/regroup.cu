@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kThreads<kWindow>, sizeof(Mask) == 2 ? 2 : 1)
     const int groups = (rows + group_length - 1) / group_length;
     const bool has_halves = kChooses && kHalf >= group_length;
     // A bound far below the rounds of the original order leaves room for what a search costs.
-    const bool is_sought = !kChooses || 256 * least_rounds < p.sought_below * rounds[kOriginal];
+    const bool is_sought = !kChooses || (is_live && 256 * least_rounds < p.sought_below * rounds[kOriginal]);
     const int searchers = !is_live || !is_sought ? 0 : has_halves ? 3 : 1, builder = warp - searchers;
     const uint8_t* const original = orders[kOriginal];
     int live_groups = 0, first_group = 0;
