@@ -189,8 +189,11 @@ def test_c45_graphs_come_and_go(target: Target, pool: tuple[torch.Tensor, torch.
         assert torch.cuda.memory_allocated() == allocated
         return resident_bytes() - resident
 
-    # The driver keeps about 49 KB of every graph, whatever it holds: what a copy leaves is not ours. The
-    # first graphs may still find memory that earlier tests left.
+    # The driver keeps about 49 KB of every graph, whatever it holds: what a copy leaves is not ours. Graphs
+    # may find memory that others left, those of a copy too; a leak shows every time.
     growth(lambda: out.copy_(expected))
-    control = growth(lambda: out.copy_(expected))
-    assert growth(lambda: strategy(problem, out, lse, workspace)) - control <= GRAPH_BYTES
+    found: list[int] = []
+    while len(found) < 3 and (not found or found[-1] > GRAPH_BYTES):
+        control = growth(lambda: out.copy_(expected))
+        found.append(growth(lambda: strategy(problem, out, lse, workspace)) - control)
+    assert min(found) <= GRAPH_BYTES, f"beyond what a copy leaves: {found}"
