@@ -191,7 +191,7 @@ class Arithmetic:
     """
 
     def __init__(self, name: str) -> None:
-        if name not in ARITHMETICS:
+        if not isinstance(name, str) or name not in ARITHMETICS:
             raise ValueError(f"arithmetic: got {name!r}, supported: {ARITHMETICS}")
         self.name = name
         # Scaled where E4M3 would lose what is small beside the maximum.

@@ -174,7 +174,7 @@ class Strategy(ABC):
     capabilities: ClassVar[Mapping[str, Capabilities]]
 
     def __init__(self, *, backend: str | None = None, arithmetic: str | None = None) -> None:
-        if backend is not None and backend not in BACKENDS:
+        if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
             raise ValueError(f"backend: got {backend!r}, supported: {BACKENDS} or None")
         self.backend = backend
         self.arithmetic = arithmetic
@@ -224,7 +224,7 @@ class Strategy(ABC):
             )
         policies = able.arithmetics[problem.k_cache.dtype]
         arithmetic = policies[0] if self.arithmetic is None else self.arithmetic
-        if arithmetic not in policies:
+        if not isinstance(arithmetic, str) or arithmetic not in policies:
             raise ValueError(
                 f"arithmetic: got {arithmetic!r}, supported by {self.name} on {backend}"
                 f" for {problem.k_cache.dtype}: {policies}"

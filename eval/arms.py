@@ -146,7 +146,7 @@ def parse_arm(arm: str) -> tuple[str, list[str]]:
     Raises
     ------
     ValueError
-        An unknown name or variant; the known ones are listed.
+        An unknown name or variant, the known ones are listed; or two variants of one option.
     """
     name, *variants = arm.split("/")
     if name not in arm_names():
@@ -154,6 +154,10 @@ def parse_arm(arm: str) -> tuple[str, list[str]]:
     for variant in variants:
         if variant not in VARIANTS:
             raise ValueError(f"strategies: got {arm!r}, supported after a slash: {', '.join(VARIANTS)}")
+    options = [option for variant in variants for option in VARIANTS[variant]]
+    if repeated := next((option for option in options if options.count(option) > 1), None):
+        same = ", ".join(variant for variant, sets in VARIANTS.items() if repeated in sets)
+        raise ValueError(f"strategies: got {arm!r}, supported after a slash: at most one of {same}")
     return name, variants
 
 

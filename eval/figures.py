@@ -12,6 +12,7 @@ from pageweaver.eval.output import BLUE, GREEN, GREY, ORANGE, compact
 from pageweaver.eval.roofline import floor_of
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
@@ -267,14 +268,25 @@ def scaling(rows: Sequence[Row]) -> Figure:
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.xaxis.set_major_formatter(lambda value, _: _binary(value))
-        for which in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
-            which(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
+        _label_milliseconds(panel)
         panel.set_xlabel(label)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("complete call, ms")
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9)
     return figure
+
+
+def _label_milliseconds(panel: Axes) -> None:
+    """Ticks of 1, 2 and 5 times a power of ten have labels; all ticks where these would be too few."""
+    low, high = panel.get_ylim()
+    has_all = high < 5 * low
+
+    def label(value: float, _: int | None) -> str:
+        return f"{value:.6g}" if has_all or f"{value:e}"[0] in "125" else ""
+
+    panel.yaxis.set_major_formatter(label)
+    panel.yaxis.set_minor_formatter(label)
 
 
 def _binary(value: float) -> str:

@@ -58,6 +58,9 @@ EXPECTED_ERRORS = (
     torch.OutOfMemoryError,
 )
 
+# Signals that ask a process to end.
+ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
+
 # Called with the fraction done, from 0 to 1, and what comes next in words.
 Report = Callable[[float, str], None]
 
@@ -94,10 +97,15 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+def exit_status(stop: KeyboardInterrupt) -> int:
+    """Of a process that a signal ended."""
+    return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
+
+
 @contextmanager
 def _stopping() -> Iterator[None]:
     """Raise `Stopped` where a time limit or a closed terminal would end the process at once."""
-    asked = [s for name in ("SIGTERM", "SIGHUP") if (s := getattr(signal, name, None)) is not None]
+    asked = [s for name in ENDING[1:] if (s := getattr(signal, name, None)) is not None]
     # One that is ignored (nohup) stays so; handlers are for the main thread alone.
     if threading.current_thread() is not threading.main_thread():
         asked = []
@@ -127,7 +135,7 @@ def reporting_errors() -> Iterator[None]:
             yield
     except KeyboardInterrupt as stop:
         errors.print("Interrupted; no file was left half-written.", style="yellow")
-        raise typer.Exit(128 + stop.number if isinstance(stop, Stopped) else 130) from None
+        raise typer.Exit(exit_status(stop)) from None
     except EXPECTED_ERRORS as error:
         text = " ".join(str(error).split()) or type(error).__name__
         errors.print(Text(f"Error: {text}", style="bold red"), soft_wrap=True)
@@ -379,19 +387,51 @@ def keeping(rows: Sequence[Mapping[str, Any]], path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        errors = Console(stderr=True)
         if rows:
-            errors = Console(stderr=True)
             try:
-                write_files(path.parent, {path.name: json_lines(rows)})
-                say(errors, f"Kept {counted(len(rows), 'finished row')} in {path}.")
+                with undisturbed():
+                    write_files(path.parent, {path.name: json_lines(rows)})
+                    say(errors, f"Kept {counted(len(rows), 'finished row')} in {path}.")
             except OSError as error:  # what ended the body is worth more
                 say(errors, f"{counted(len(rows), 'finished row')} could not be kept: {error}")
+        else:
+            name_earlier(errors, path)
         raise
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let what asks the process to end wait for the body. Handlers are for the main thread alone."""
+    asked = [s for name in ENDING if (s := getattr(signal, name, None)) is not None]
+    if threading.current_thread() is not threading.main_thread():
+        asked = []
+    came: list[int] = []
+    # One that is ignored (nohup) stays so, and one of another language's too.
+    before = {s: h for s in asked if (h := signal.getsignal(s)) not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+PARTIAL = ".partial"
 
 
 def kept_beside(output: Path) -> Path:
     """The file of the rows that were finished when a run ended early; `output` stays as it was."""
-    return output.with_name(f"{output.name}.partial")
+    return output.with_name(f"{output.name}{PARTIAL}")
+
+
+def name_earlier(console: RichConsole, kept: Path) -> None:
+    """Say that the rows beside an output are of an earlier run, where there are such."""
+    if kept.exists():
+        say(console, f"{kept} is of an earlier run that ended early.")
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:

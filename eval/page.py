@@ -105,7 +105,7 @@ def html_table(headings: Sequence[str], lines: Sequence[Sequence[str]], text: in
 
 
 def html_plot(page: Page, run: Run, name: str, figure: Any, caption: str) -> str:
-    data = png(figure, f"{run.name}.jsonl, SHA-256 {run.sha256}")
+    data = png(figure, f"{run.file}, SHA-256 {run.sha256}")
     page.plots[f"{run.name}-{name}.png"] = data
     source = base64.b64encode(data).decode()
     text = escape(caption)

@@ -79,5 +79,5 @@ def arithmetic_table(runs: Iterable[Run]) -> str:
         error = number(max((row["nrms"] for row in rows if row["nrms"] is not None), default=None), ".2%")
         caches = "BF16" if rows[0]["kv_dtype"] == "bfloat16" else "FP8"
         shown = " / ".join(times.get(case, "-") for case in cases)
-        lines.append(f'| `"{arithmetic}"` | {caches} | {error} | {shown} | `{first.name}.jsonl` |')
+        lines.append(f'| `"{arithmetic}"` | {caches} | {error} | {shown} | `{first.file}` |')
     return "\n".join(lines)

@@ -94,7 +94,6 @@ def _provenance(runs: Sequence[Run]) -> str:
         if protocol is not None:
             how = f"{protocol['rounds']} x {protocol['calls']}, {counted(protocol['inputs'], 'input')}"
         commit = str(row.get("commit") or "-")[:10] + (" (dirty)" if row.get("dirty") else "")
-        cut = any(r.get("interrupted") for r in run.rows)
         lines.append(
             [
                 run.name,
@@ -103,7 +102,7 @@ def _provenance(runs: Sequence[Run]) -> str:
                 commit,
                 how,
                 seen,
-                f"{len(run.rows)}" + (", interrupted" if cut else ""),
+                f"{len(run.rows)}" + (", interrupted" if run.is_partial else ""),
                 run.sha256[:DIGITS],
             ]
         )

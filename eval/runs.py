@@ -16,7 +16,7 @@ from pageweaver.eval.ablations import KERNEL
 from pageweaver.eval.arms import DIAGNOSTICS, ORIGINAL
 from pageweaver.eval.inputs import INPUTS
 from pageweaver.eval.operator import COUNTED, NOT_RUN
-from pageweaver.eval.output import SCHEMA_VERSION, read_lines
+from pageweaver.eval.output import PARTIAL, SCHEMA_VERSION, read_lines
 from pageweaver.eval.timing import BOUNDARIES, EAGER
 
 Row = dict[str, Any]
@@ -159,8 +159,8 @@ class Run:
 
     Attributes
     ----------
-    name : str
-        The file's stem.
+    file : str
+        The file's name.
     bench : str
         One of `BENCHES`.
     rows : list of dict
@@ -168,10 +168,20 @@ class Run:
         Of the file: plots and page name what they were made from.
     """
 
-    name: str
+    file: str
     bench: str
     rows: list[Row]
     sha256: str
+
+    @property
+    def name(self) -> str:
+        """What plots and tables call it: the file's name, without ``.jsonl``."""
+        return self.file.removesuffix(".jsonl")
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether these are the rows that were kept of a run that ended early."""
+        return self.file.endswith(PARTIAL) or any(row.get("interrupted") for row in self.rows)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -225,8 +235,18 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     for index, row in enumerate(rows, 1):
         if fault := _fault(bench, row):
             raise ValueError(f"rows: got {path}, whose line {index} {fault}")
+    seen: dict[tuple[Any, ...], int] = {}
+    for index, row in enumerate(rows, 1):
+        if row.get("boundary") != "complete":
+            continue
+        first = seen.setdefault(tuple(row.get(key) for key in ("kind", "case", "arm", "sha256")), index)
+        if first != index:
+            raise ValueError(
+                f"rows: got {path}, whose lines {first} and {index} both have the complete call of"
+                f" {row['arm']} on {row['case']}, supported: one"
+            )
     sha256 = hashlib.sha256("".join(f"{x}\n" for x in lines).encode()).hexdigest()
-    return Run(Path(path).stem, bench, rows, sha256)
+    return Run(Path(path).name, bench, rows, sha256)
 
 
 def _refuse(constant: str) -> None:

@@ -122,6 +122,8 @@ def sparse_prefill(
         The backend has no kernels for this device or build.
     """
     scale = DEFAULT_SOFTMAX_SCALE if softmax_scale is None else softmax_scale
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse: got {type(return_lse).__name__}, supported: bool")
     if torch.compiler.is_compiling():
         # One opaque operator: validation and work happen when it runs.
         if q.requires_grad:

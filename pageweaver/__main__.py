@@ -173,6 +173,7 @@ def compare(
         console,
         f"Wrote {output / 'compare.jsonl'} ({counted(len(lines), 'row')}) and compare.png in {took:.0f} s.",
     )
+    files.name_earlier(console, kept)
 
 
 @app.command()
@@ -273,7 +274,7 @@ def search(
     problem = counting_problem(chosen, group_size)
     began = time.perf_counter()
     text = f"{chosen.name}, window {window.value}"
-    interrupted = False
+    stop: KeyboardInterrupt | None = None
     with progress_bar(console) as report:
         report(0.0, text)
         running = OfflineSearch(
@@ -288,15 +289,16 @@ def search(
         if seconds > 0:
             try:
                 running.run(seconds, lambda fraction: report(fraction, text))
-            except KeyboardInterrupt:
-                interrupted = True
+            except KeyboardInterrupt as asked:
+                stop = asked
     took = time.perf_counter() - began
     ids = running.ids()
-    ids.save(output)
-    if interrupted:
+    with files.undisturbed():
+        ids.save(output)
+    if stop is not None:
         errors = Console(stderr=True)
         errors.print(f"Interrupted; {output} has the best found so far.", style="yellow", soft_wrap=True)
-        raise typer.Exit(130)
+        raise typer.Exit(files.exit_status(stop))
     before = pageweaver.load("union8").work(problem)
     after = pageweaver.load(f"offline_w{window.value}", ids=ids).work(problem)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -441,6 +443,8 @@ def report(
         first = next((run for run in runs if run.bench == "operator"), None)
         if first is None:
             raise ValueError("rows: got no file of bench operator, supported with --readme: one")
+        if partial := next((run.file for run in runs if run.is_partial), None):
+            raise ValueError(f"rows: got {partial}, supported with --readme: rows of whole runs")
         columns = None if strategies is None else [x.strip() for x in strategies.split(",") if x.strip()]
         say(console, f"{measured_table(first.rows, columns)}\n\n{arithmetic_table(runs)}")
         return

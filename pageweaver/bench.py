@@ -404,3 +404,4 @@ class Run:
             self.console.print(Text(note, style="dim"))
         untimed = " No CUDA device: counts, no times." if is_timed and self.device.type != "cuda" else ""
         say(self.console, f"Wrote {self.output} ({counted(len(self.rows), 'row')}).{untimed}")
+        files.name_earlier(self.console, self._kept)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from pageweaver.__main__ import app
 from pageweaver.common.captures import save_selections
 from pageweaver.common.supports import preset, streams
 from pageweaver.eval import ablations, operator, paper
+from pageweaver.eval import output as output_files
 from pageweaver.eval.arms import arm_names, parse_arm
 
 Row = dict[str, Any]
@@ -195,6 +198,43 @@ def test_finished_rows_are_kept(
     assert shown == [["ax", "ay"], ["bx"]]
     assert capsys.readouterr().err == f"Kept 3 finished rows in {kept}.\n"
     assert output.exists() == has_old and (not has_old or output.read_text() == "old\n")
+
+
+def test_finished_rows_outlive_a_second_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while they are written waits until they are."""
+    inner = output_files.atomic_write_bytes
+
+    def written(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        inner(*arguments)
+
+    def made(**_: Any) -> Iterator[Row]:
+        yield {"case": "a", "arm": "x"}
+        monkeypatch.setattr(output_files, "atomic_write_bytes", written)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.Run("operator", tmp_path / "o", None).collect(made)
+    assert json_rows(tmp_path / "o.partial") == [{"case": "a", "arm": "x"}]
+
+
+def test_rows_of_an_earlier_run_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They stay beside the output of a later run, which says so, finished or not."""
+    kept = tmp_path / "o.partial"
+    kept.write_text('{"case": "old"}\n')
+
+    def made(**_: Any) -> Iterator[Row]:
+        raise KeyboardInterrupt
+        yield {}
+
+    named = f"{kept} is of an earlier run that ended early.\n"
+    with pytest.raises(KeyboardInterrupt):
+        bench.Run("operator", tmp_path / "o", None).collect(made)
+    assert capsys.readouterr().err == named
+    run = bench.Run("operator", tmp_path / "o", None)
+    run.collect(lambda **_: iter([{"case": "a", "arm": "x"}]))
+    run.close()
+    assert capsys.readouterr().out.endswith(named) and json_rows(kept) == [{"case": "old"}]
 
 
 def test_finished_rows_outlive_what_shows_them(tmp_path: Path) -> None:

@@ -51,6 +51,11 @@ def test_arms_are_parsed_once_each() -> None:
         ("", "strategies: got none, supported: per_query, union4"),
         ("union9", "strategies: got 'union9', supported: per_query, union4"),
         ("union8,union8/fast", "strategies: got 'union8/fast', supported after a slash: cluster"),
+        (
+            "auto/rounds/visits",
+            "got 'auto/rounds/visits', supported after a slash: at most one of visits, rounds",
+        ),
+        ("union8/split/cluster/fp8", "after a slash: at most one of fp8, split, bf16, float32"),
     ],
 )
 def test_unknown_arms_are_refused(words: str, message: str) -> None:

@@ -424,9 +424,10 @@ def test_search_goes_on(selections: list[pw.Selection], selection_file: Path, tm
     assert (tmp_path / "ids.safetensors").read_bytes() == before
 
 
-def test_ctrl_c_keeps_the_best_ids_so_far(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asked", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_the_best_ids_so_far(asked: signal.Signals, code: int, tmp_path: Path) -> None:
     # The bar, on a terminal alone, would say when the search runs; a pipe says nothing, so the call does.
-    code = """
+    script = """
 import sys
 from pageweaver.__main__ import main
 from pageweaver.strategies.regroup import offline
@@ -441,13 +442,13 @@ offline.run_slices = told
 main()
 """
     words = ["search", f"{CAPTURES}:austen-a.L4.h1", "--output", "ids", "--window", "512", "--seconds", "200"]
-    with interruptible([sys.executable, "-c", code, *words], tmp_path) as process:
+    with interruptible([sys.executable, "-c", script, *words], tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "searching\n"
         time.sleep(1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(asked)
         output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert (output, errors) == ("", "Interrupted; ids has the best found so far.\n")
     assert [p.name for p in tmp_path.iterdir()] == ["ids"]
     ids = pw.OfflineIds.load(tmp_path / "ids")

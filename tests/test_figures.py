@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pageweaver.eval import figures, report
+from pageweaver.eval import figures, output, report
 from pageweaver.eval.arms import VARIANTS, arm_names
 from pageweaver.eval.report import make_page
 from pageweaver.eval.runs import read_run
@@ -89,6 +89,29 @@ def test_an_arm_looks_the_same_in_every_plot() -> None:
     shared = set(drawn[0]) & set(drawn[1])
     assert shared == {"auto", "auto/split", "union8/split"}
     assert all(drawn[0][arm] == drawn[1][arm] for arm in shared)
+
+
+@pytest.mark.parametrize("spread", [1.0, 1.01, 1.05, 1.5, 2.0, 4.0, 6.0, 100.0])
+@pytest.mark.parametrize("least", [0.0131, 0.31, 0.646, 0.97, 3.3])
+def test_times_can_be_read_off(least: float, spread: float) -> None:
+    """At least two labels on the axis of milliseconds, however near the times are."""
+    rows = [
+        {"kind": "context", "context": 2**14 * size, "total_q": 64, "boundary": "complete", "arm": "x"}
+        | {"median_ms": ms}
+        for size, ms in ((1, least), (2, least * spread))
+    ]
+    figure = figures.scaling(rows)
+    output.png(figure)
+    axis = figure.axes[0].yaxis
+    low, high = figure.axes[0].get_ylim()
+    labels = [
+        tick.label1.get_text()
+        for ticks in (axis.get_major_ticks(), axis.get_minor_ticks())
+        for tick in ticks
+        if low <= tick.get_loc() <= high and tick.label1.get_text()
+    ]
+    assert len(labels) >= 2 and len(set(labels)) == len(labels)
+    assert all(low <= float(text) <= high for text in labels)
 
 
 def test_runs_never_meet_in_a_plot(online: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,29 @@ def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> Non
         make_page([])
 
 
+def test_repeated_rows_are_refused(tmp_path: Path) -> None:
+    rows = [timed("union8", "x", 0.5), timed("union4", "x", 0.6), timed("union8", "x", 0.7)]
+    message = "lines 1 and 3 both have the complete call of union8 on x, supported: one"
+    with pytest.raises(ValueError, match=message):
+        read_run(write(tmp_path / "rows.jsonl", rows))
+
+
+def test_kept_rows_are_those_of_a_part(tmp_path: Path) -> None:
+    """Of a run that ended early: told from whole ones in the page, and no tables of the README's."""
+    whole = write(tmp_path / "rows.jsonl", [timed("union8", "x", 0.5), timed("union4", "x", 0.6)])
+    part = write(tmp_path / "rows.jsonl.partial", [timed("union8", "x", 0.7)])
+    runs = [read_run(whole), read_run(part)]
+    assert [(run.name, run.is_partial) for run in runs] == [("rows", False), ("rows.jsonl.partial", True)]
+    page = make_page(runs)
+    assert {"rows-calls.png", "rows.jsonl.partial-calls.png"} <= set(page.plots)
+    assert page.html.count("1, interrupted") == 1
+    done = CliRunner().invoke(app, ["report", str(part), "--readme"])
+    assert (
+        done.exit_code == 2
+        and "got rows.jsonl.partial, supported with --readme: rows of whole" in done.output
+    )
+
+
 @pytest.mark.parametrize(
     ("key", "value", "supported"),
     [

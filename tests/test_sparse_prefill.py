@@ -27,6 +27,9 @@ class TestSparsePrefill:
             assert_same_bits(Result(out.float(), lse), expected)
         given = torch.empty_like(problem.q.contiguous())
         assert pw.sparse_prefill(**fields, out=given) is given
+        for wrong in (torch.ones(2), "no", None, 1):
+            with pytest.raises(TypeError, match=r"^return_lse: got \w+, supported: bool$"):
+                pw.sparse_prefill(**fields, return_lse=wrong)
         fields["softmax_scale"] = None
         again = pw.sparse_prefill(**fields)
         assert isinstance(again, torch.Tensor) and torch.equal(again, given)
@@ -93,6 +96,9 @@ def test_arguments_of_another_kind_are_named(name: str) -> None:
     for wrong in (0, 5, {}, "x"):
         with pytest.raises(TypeError, match=r"^workspace: got .*supported: Workspace"):
             strategy.prepare(problem, wrong)
+    for option in ("backend", "arithmetic"):
+        with pytest.raises(ValueError, match=rf"^{option}: got .*supported"):
+            pw.load(name, **{"backend": "reference", option: torch.zeros(2)})(problem)
     # Values that are false are no way to say "the default".
     for wrong in ("", 0, False):
         with pytest.raises(ValueError, match=r"^arithmetic: got .*supported by "):

@@ -70,7 +70,7 @@ class QueryUnion(Strategy):
     def __init__(self, *, mapping: str = "independent", **options: Any) -> None:
         super().__init__(**options)
         supported = MAPPINGS if self.tiles_per_group == 2 else MAPPINGS[:1]
-        if mapping not in supported:
+        if not isinstance(mapping, str) or mapping not in supported:
             raise ValueError(f"mapping: got {mapping!r}, supported by {self.name}: {supported}")
         self.mapping = mapping
 

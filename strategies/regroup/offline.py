@@ -141,7 +141,7 @@ class OfflineSearch:
     ) -> None:
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(f"window: got {window!r}, supported: a positive integer")
-        if objective not in OBJECTIVES:
+        if not isinstance(objective, str) or objective not in OBJECTIVES:
             raise ValueError(f"objective: got {objective!r}, supported: {OBJECTIVES}")
         if group_size not in GROUP_SIZES:
             raise ValueError(f"group_size: got {group_size!r}, supported: {GROUP_SIZES}")

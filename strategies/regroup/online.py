@@ -88,7 +88,7 @@ class OnlineRegroup(QueryUnion):
 
     def __init__(self, *, objective: str = "rounds", **options: Any) -> None:
         super().__init__(**options)
-        if objective not in OBJECTIVES:
+        if not isinstance(objective, str) or objective not in OBJECTIVES:
             raise ValueError(f"objective: got {objective!r}, supported: {OBJECTIVES}")
         self.objective = objective
 
@@ -227,11 +227,11 @@ def sought_below(problem: AttentionProblem) -> int:
     """256ths of the original order's rounds below which the bound of a window has it searched by `auto`.
 
     From shapes alone, by what was measured (docs/regroup.md): of the rounds between the bound and 0.95 of the
-    original ones a search saves about three tenths; it costs 8.5 microseconds, and a call takes 30 and 6.25
-    nanoseconds for each column of `q2k_indices` and full tile.
+    original ones a search saves about three tenths; it costs 8.8 microseconds, and a call takes 30
+    microseconds, and 6.25 nanoseconds for each column of `q2k_indices` of each full tile.
     """
     columns = problem.num_kv_heads * problem.total_q * problem.topk // problem.queries_per_tile
-    # 256 x 0.95; 256 x 8.5 us / 0.3 / 6.25 ns; 30 us / 6.25 ns
+    # 256 x 0.95; 256 x 8.8 us / 0.3 / 6.25 ns; 30 us / 6.25 ns
     return max(0, 243 - 1_200_000 // (columns + 4800))
 
 
