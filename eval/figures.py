@@ -282,7 +282,7 @@ def _label_milliseconds(panel: Axes) -> None:
     low, high = panel.get_ylim()
     has_all = high < 5 * low
 
-    def label(value: float, _: int | None) -> str:
+    def label(value: float, _: float) -> str:
         return f"{value:.6g}" if has_all or f"{value:e}"[0] in "125" else ""
 
     panel.yaxis.set_major_formatter(label)
