@@ -236,14 +236,9 @@ def sought_below(problem: AttentionProblem) -> int:
 
 
 def least_rounds(pages: NDArray[np.int64], queries_per_tile: int) -> int:
-    """Rounds (Eq. 4) that queries need in any order at least: all that select a page next to each other.
+    """Rounds (Eq. 4) that queries need in any order at least: for each page all that select it in a row.
 
-    Parameters
-    ----------
-    pages : numpy.ndarray
-        int64 ``[slots, topk]``; canonical pages of each slot's query, -1 = nothing.
-    queries_per_tile : int
-        Slots of a 64-row tile.
+    Parameters are those of `count_rounds`.
     """
     selecting = np.unique(pages[pages >= 0], return_counts=True)[1]
     return int((-(-selecting // queries_per_tile)).sum())
