@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import pageweaver as pw
+from pageweaver.common.problem import RESIDENT_TILES
 from pageweaver.common.reference import exact_attention, nrms
 from pageweaver.common.supports import preset
 
@@ -127,6 +128,13 @@ def copies(problem: pw.AttentionProblem, times: int) -> pw.AttentionProblem:
     )
 
 
+def tile_bound(target: Target, problem: pw.AttentionProblem) -> int:
+    """Tiles that a call may have, by its shapes."""
+    strategy: Any = target.load(problem)
+    (heads, max_groups), _ = strategy.workspace_layout(problem)["union_counts"]
+    return int(heads * max_groups * strategy.queries_per_group(problem) // strategy.queries_per_tile(problem))
+
+
 def run_alone_and_crowded(target: Target, problem: pw.AttentionProblem) -> Result:
     """The result of a call, which each of its copies in a call of 8,192 queries has too.
 
@@ -137,7 +145,9 @@ def run_alone_and_crowded(target: Target, problem: pw.AttentionProblem) -> Resul
     if not target.owns_queries:
         return result
     times = -(-8192 // rows)
-    crowded = target.run(copies(problem, times))
+    crowd = copies(problem, times)
+    assert tile_bound(target, crowd) > RESIDENT_TILES, "no other layout"
+    crowded = target.run(crowd)
     for first in range(0, times * rows, rows):
         assert_same_bits(crowded[first : first + rows], result[:rows])
     return result
