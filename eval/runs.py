@@ -63,7 +63,8 @@ def _one_of(words: Iterable[str]) -> Value:
 TEXT = Value("text", lambda x: isinstance(x, str))
 NULL = Value("null", lambda x: x is None)
 NUMBER = Value("a number", _is_number)
-ABOVE = Value("a number above 0", lambda x: _is_number(x) and x > 0)
+# Larger ones, which nobody measures, are more than plots can take.
+ABOVE = Value("a number above 0 and below 1e12", lambda x: _is_number(x) and 0 < x < 1e12)
 COUNT = Value("a count", _is_count)
 SIZE = Value("a count above 0", lambda x: _is_count(x) and x > 0)
 FLAG = Value("true, false", lambda x: isinstance(x, bool))
