@@ -16,7 +16,10 @@ namespace pageweaver {
 constexpr float kHalfMax = 65504.0f, kHalfMin = 5.9604644775390625e-8f;  // FP16: the largest, and 2^-24
 constexpr uint32_t kNegativeInfinities = 0xfc00fc00u, kLowestIntegers = 0x80008000u,
                    kNegativeZeros = kLowestIntegers, kOnes = 0x3c003c00u;  // in both halves
-constexpr uint32_t kPScalesLog2 = 0x48004800u;                             // kPScaleLog2 twice
+// Exponents are in steps of E4M3's codes, eight an octave: code 120 is 2^8. A code is linear inside its
+// octave, so a power of two is too large there by up to 6%: less by 3/8 of a code it is as often too small.
+constexpr float kTopCode = 119.625f, kTopOffset = 0.375f;
+constexpr uint32_t kTopCodes = 0x577a577au, kCodeUnits = 0x64006400u;  // kTopCode and 1024, twice
 // Logits (base 2) from which on FP16 rounds a maximum by more than probabilities have room below 448.
 constexpr float kLargeHalfLogit = 960.0f;
 
@@ -103,20 +106,20 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
         // 0 would make NaN of -inf. A larger one than FP16 holds chooses the maximum, but among scores near
         // 2^-18.
         const auto in_range = [](float x) { return x > kHalfMax ? kHalfMax : x < kHalfMin ? kHalfMin : x; };
-        const uint32_t factor_pair = pack_f16x2(in_range(factor[0]), in_range(factor[1]));
+        const uint32_t factor_pair = pack_f16x2(in_range(8.0f * factor[0]), in_range(8.0f * factor[1]));
         // What is added to a scaled score: 8 less the maximum's logit, in FP16. That rounded number is what
         // counts, so that its rounding is no error. Of a pair of maxima; where their logits are not large.
         const auto bases_of = [&](uint32_t pair) {
-            return fma_f16x2(neg_f16x2(pair), factor_pair, kPScalesLog2);
+            return fma_f16x2(neg_f16x2(pair), factor_pair, kTopCodes);
         };
         const auto is_large = [&](int h, float highest) {
-            return fabsf(highest) * factor[h] > kLargeHalfLogit || factor[h] > kHalfMax;
+            return fabsf(highest) * factor[h] > kLargeHalfLogit || factor[h] > kHalfMax / 8;
         };
         // Bits of a maximum from which on it is not plainly positive and small: negative, large, NaN. The
         // lowest of a warp's rows, which needs no register of every thread.
         const auto limit_of = [&](int h) {
             const float limit = fminf(kLargeHalfLogit / factor[h], kHalfMax);
-            return factor[h] > kHalfMax ? 0u : uint32_t{__half_as_ushort(__float2half_rz(limit))};
+            return factor[h] > kHalfMax / 8 ? 0u : uint32_t{__half_as_ushort(__float2half_rz(limit))};
         };
         const uint32_t limit_bits = __reduce_min_sync(kAllLanes, min(limit_of(0), limit_of(1)));
         const int low_position[2] = {lowest_position(rows, tile, warp, 0, lane),
@@ -265,16 +268,16 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
                                                      (kHas[1] && maxima >> 16 >= limit_bits));
                 // Made beside the vote, not behind it.
                 const uint32_t bases = bases_of(maxima), last_bases = bases_of(before);
-                if (kHas[0]) rescale[0] = ex2_approx(half_of<0>(bases) - half_of<0>(last_bases));
-                if (kHas[1]) rescale[1] = ex2_approx(half_of<1>(bases) - half_of<1>(last_bases));
+                if (kHas[0]) rescale[0] = ex2_approx(0.125f * (half_of<0>(bases) - half_of<0>(last_bases)));
+                if (kHas[1]) rescale[1] = ex2_approx(0.125f * (half_of<1>(bases) - half_of<1>(last_bases)));
                 if (__builtin_expect(has_rare, false)) return;
 #pragma unroll
                 for (int k = 0; k < 16; ++k) {
                     if (kHas[0])
-                        scores[2 * k] = fma_f16x2(scores[2 * k], twice<0>(factor_pair), twice<0>(bases));
+                        scores[2 * k] = fma_relu_f16x2(scores[2 * k], twice<0>(factor_pair), twice<0>(bases));
                     if (kHas[1])
                         scores[2 * k + 1] =
-                            fma_f16x2(scores[2 * k + 1], twice<1>(factor_pair), twice<1>(bases));
+                            fma_relu_f16x2(scores[2 * k + 1], twice<1>(factor_pair), twice<1>(bases));
                 }
             });
             if (__builtin_expect(has_rare, false)) {
@@ -299,23 +302,24 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
                     const bool has_large = is_large(h, highest), had_large = is_large(h, last);
                     // Of rows that have seen nothing yet: -inf - -inf would be NaN.
                     const bool is_empty = highest == -INFINITY, was_empty = last == -INFINITY;
-                    const float base = is_empty ? kPScaleLog2 : half_of<h>(bases_of(maxima));
+                    const float base = is_empty ? kTopCode : half_of<h>(bases_of(maxima));
                     const float own_factor = half_of<h>(factor_pair);
                     const float fall =
                         has_large && had_large
                             ? (last - highest) * own_factor
-                            : (had_large ? last * own_factor : kPScaleLog2 - half_of<h>(bases_of(before))) -
-                                  (has_large ? highest * own_factor : kPScaleLog2 - base);
-                    rescale[h] = was_empty ? 0.0f : ex2_approx(fall);
+                            : (had_large ? last * own_factor : kTopCode - half_of<h>(bases_of(before))) -
+                                  (has_large ? highest * own_factor : kTopCode - base);
+                    rescale[h] = was_empty ? 0.0f : ex2_approx(0.125f * fall);
                     // Large: the maximum is subtracted before the product, which is exact where it matters.
                     const bool is_first = has_large && !is_empty;
                     const uint32_t subtracted = is_first ? twice<h>(neg_f16x2(maxima)) : kNegativeZeros,
-                                   added = is_first ? kPScalesLog2 : pack_f16x2(base, base),
+                                   added = is_first ? kTopCodes : pack_f16x2(base, base),
                                    // Whatever the factor is, also NaN: it has nothing to show.
                         scale = is_empty ? kOnes : twice<h>(factor_pair);
 #pragma unroll
                     for (int k = 0; k < 16; ++k)
-                        scores[2 * k + h] = fma_f16x2(add_f16x2(scores[2 * k + h], subtracted), scale, added);
+                        scores[2 * k + h] =
+                            fma_relu_f16x2(add_f16x2(scores[2 * k + h], subtracted), scale, added);
                 };
                 if (is_member[0]) take_row(std::integral_constant<int, 0>{});
                 if (is_member[1]) take_row(std::integral_constant<int, 1>{});
@@ -339,8 +343,9 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
                 for (int i = 0; i < 16; ++i) {
                     if (!kHas[i % 2]) continue;
                     const uint32_t low = scores[4 * (i / 2) + i % 2], high = scores[4 * (i / 2) + 2 + i % 2];
-                    probabilities[i] = cvt_e4m3x4(ex2_approx(half_of<0>(low)), ex2_approx(half_of<1>(low)),
-                                                  ex2_approx(half_of<0>(high)), ex2_approx(half_of<1>(high)));
+                    // Beside 1024 a code is the lowest byte.
+                    probabilities[i] =
+                        __byte_perm(add_f16x2(low, kCodeUnits), add_f16x2(high, kCodeUnits), 0x6420);
                 }
             });
         };
@@ -453,9 +458,10 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
             }
             if (p.lse && quad == 0) {
                 const float highest = h == 0 ? half_of<0>(maxima) : half_of<1>(maxima);
-                const float exponent = is_large(h, highest) ? kPScaleLog2
-                                       : h == 0             ? half_of<0>(highest_exponents)
-                                                            : half_of<1>(highest_exponents);
+                const float top = is_large(h, highest) ? kTopCode
+                                  : h == 0             ? half_of<0>(highest_exponents)
+                                                       : half_of<1>(highest_exponents);
+                const float exponent = 0.125f * (top + kTopOffset) - 7.0f;
                 p.lse[query * p.lse_stride_row + qo_head * p.lse_stride_head] =
                     total[h] == 0.0f ? -INFINITY
                                      : (highest * factor[h] + (log2f(total[h]) - exponent)) * kLn2;
