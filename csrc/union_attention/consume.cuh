@@ -74,6 +74,8 @@ __device__ inline float2 load_queries(const UnionParams& p, const Tile& tile, co
 template <Layout kLayout>
 __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int worker) {
     constexpr bool kIsCluster = kLayout == Layout::kCluster;
+    // Output columns that are multiplied at once. More of them need less power, and more registers.
+    constexpr int kPvColumns = kLayout == Layout::kWorkers ? 64 : 128;
     PageSlots& slots = shared.slots[worker];
     WorkerState& state = shared.states[worker];
     const int warp = threadIdx.x / kWarp % kConsumerWarps, lane = threadIdx.x % kWarp;
@@ -124,9 +126,9 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
         const uint32_t limit_bits = __reduce_min_sync(kAllLanes, min(limit_of(0), limit_of(1)));
         const int low_position[2] = {lowest_position(rows, tile, warp, 0, lane),
                                      lowest_position(rows, tile, warp, 1, lane)};
-        // Output columns 0 to 63 and 64 to 127; one half of a page's PV. Scores in pairs of columns, then
-        // exponents.
-        float acc_low[32], acc_high[32], product[32], sums[4];
+        // Output; as much of a page's PV as is multiplied at once, and its row sums. Scores in pairs of
+        // columns, then exponents.
+        float acc[64], product[kPvColumns / 2], sums[4];
         uint32_t scores[32], probabilities[16], q_fragments[16];
         uint32_t maxima = kNegativeInfinities;  // of both rows, as scores are
         float total[2] = {}, rescale[2] = {};
@@ -168,18 +170,21 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
             // Else the compiler leaves it for behind the wait.
             asm volatile("" : "+r"(member_halves), "+r"(has_hidden));
         };
-        // One half of a page's PV, output columns 64 to 127 first: below these lie the ones, and their
-        // product is the row sums of the rounded probabilities.
-        const auto issue_pv = [&](auto is_first) {
-            constexpr bool kIsFirst = decltype(is_first)::value;
+        // PV of a page from an output column on. Below column 127 lie the ones, and their product is the row
+        // sums of the rounded probabilities.
+        const auto issue_pv = [&](auto first_column) {
+            constexpr int kFirst = decltype(first_column)::value;
+            constexpr bool kHasSums = kFirst + kPvColumns == kHeadDim;
             const uint64_t operand = wgmma_descriptor_at(
-                values + value_ring.stage * (sizeof(ValueSlot) >> 4) + kIsFirst * (kPageBytes >> 5));
+                values + value_ring.stage * (sizeof(ValueSlot) >> 4) + kFirst * (kPageSize >> 4));
             discard_registers(product);
-            if constexpr (kIsFirst) discard_registers(sums);
+            if constexpr (kHasSums) discard_registers(sums);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kPageSize / 32; ++k) {
-                if constexpr (kIsFirst)
+                if constexpr (kPvColumns == kHeadDim)
+                    wgmma_m64n136k32_rs(product, sums, fragment(probabilities, k), operand + 2 * k, k > 0);
+                else if constexpr (kHasSums)
                     wgmma_m64n72k32_rs(product, sums, fragment(probabilities, k), operand + 2 * k, k > 0);
                 else
                     wgmma_m64n64k32_rs(product, fragment(probabilities, k), operand + 2 * k, k > 0);
@@ -188,24 +193,26 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
         };
         // O = O * rescale + PV, by who selected the page and what its rows were rescaled by. A half without a
         // member has PV = 0 and leaves O alone.
-        const auto add_product = [&](float (&acc)[32], const bool (&had)[2], const float (&factors_of)[2]) {
+        const auto add_pv = [&](auto first_column) {
+            constexpr int kFirst = decltype(first_column)::value;
+            constexpr bool kHasSums = kFirst + kPvColumns == kHeadDim;
             fence_registers(product);
-            for_members(had, [&](auto... has) {
+            if constexpr (kHasSums) fence_registers(sums);
+            for_members(is_member, [&](auto... has) {
                 constexpr bool kHas[2] = {decltype(has)::value...};
 #pragma unroll
-                for (int i = 0; i < 32; ++i)
-                    if (kHas[i / 2 % 2]) acc[i] = fmaf(acc[i], factors_of[i / 2 % 2], product[i]);
+                for (int i = 0; i < kPvColumns / 2; ++i)
+                    if (kHas[i / 2 % 2])
+                        acc[kFirst / 2 + i] = fmaf(acc[kFirst / 2 + i], rescale[i / 2 % 2], product[i]);
             });
+            if constexpr (kHasSums) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    if (is_member[h]) total[h] = fmaf(total[h], rescale[h], sums[2 * h]);
+            }
         };
         const auto wait_value = [&] {
             mbarrier_wait(smem_address(&state.full_value[value_ring.stage]), value_ring.phase);
-        };
-        const auto add_high = [&] {
-            fence_registers(sums);
-            add_product(acc_high, is_member, rescale);
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                if (is_member[h]) total[h] = fmaf(total[h], rescale[h], sums[2 * h]);
         };
         const auto release_value = [&] {
             __syncwarp();
@@ -350,16 +357,18 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
             });
         };
 
-        // The last half of a page's products, behind the first; `meanwhile` runs beside it.
+        // `meanwhile` runs beside the last product.
         const auto multiply_values = [&](auto meanwhile) {
             wait_value();
-            issue_pv(std::true_type{});
-            wgmma_wait_group<0>();
-            add_high();
-            issue_pv(std::false_type{});
+            if constexpr (kPvColumns < kHeadDim) {
+                issue_pv(std::integral_constant<int, kPvColumns>{});
+                wgmma_wait_group<0>();
+                add_pv(std::integral_constant<int, kPvColumns>{});
+            }
+            issue_pv(std::integral_constant<int, 0>{});
             meanwhile();
             wgmma_wait_group<0>();
-            add_product(acc_low, is_member, rescale);
+            add_pv(std::integral_constant<int, 0>{});
             release_value();
         };
         // One page. In a cluster a CTA that waits for a page holds no slot, or the two could wait for each
@@ -375,7 +384,7 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
             });
         };
 #pragma unroll
-        for (int k = 0; k < 32; ++k) acc_low[k] = acc_high[k] = 0.0f;
+        for (int k = 0; k < 64; ++k) acc[k] = 0.0f;
         if constexpr (kIsCluster) {
             const int count = p.union_counts[tile.unit];
             for (int place = 0; place < count; ++place) {
@@ -408,19 +417,14 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
                 for (int j = 1; j < rounds; ++j) {
                     fetch_queries();
                     wait_value();
-                    issue_pv(std::true_type{});
+                    issue_pv(std::integral_constant<int, 0>{});
                     issue_qk();
                     look_up();
                     wgmma_wait_group<1>();
-                    add_high();
-                    issue_pv(std::false_type{});
-                    wgmma_wait_group<1>();
-                    const bool was_member[2] = {is_member[0], is_member[1]};
-                    const float last_rescale[2] = {rescale[0], rescale[1]};
-                    take_scores();
-                    wgmma_wait_group<0>();
-                    add_product(acc_low, was_member, last_rescale);
+                    add_pv(std::integral_constant<int, 0>{});
                     release_value();
+                    wgmma_wait_group<0>();
+                    take_scores();
                     take_exponents();
                 }
                 multiply_values([] {});
@@ -447,11 +451,10 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
                 quad;
 #pragma unroll
             for (int g = 0; g < 4; ++g) {
-                const float (&acc)[32] = g < 2 ? acc_low : acc_high;
                 uint32_t words[4];
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    const int i = 16 * (g % 2) + 4 * k + 2 * h;
+                    const int i = 16 * g + 4 * k + 2 * h;
                     words[k] = cvt_bf16x2(acc[i] * scale, acc[i + 1] * scale);
                 }
                 target[4 * g] = make_uint4(words[0], words[1], words[2], words[3]);

@@ -12,7 +12,7 @@ enum class Layout {
     // Three to a CTA, one CTA an SM: they keep it busy where two wait for each other's products, and 152
     // registers a thread are what three leave each other.
     kWorkers,
-    kAlone,    // one to a CTA, two CTAs an SM, in calls of few tiles: PV of a page runs beside QK of the next
+    kAlone,    // one to a CTA, two CTAs an SM, for few tiles: PV of a page runs beside QK of the next
     kCluster,  // one to a CTA, two CTAs a cluster that shares the group's page stream by multicast
 };
 template <Layout kLayout>

@@ -4,10 +4,10 @@
 // on which queries run with it.
 //
 // Grid: one CTA an SM for the whole launch. It has three workers, of a tile each; a worker takes the next
-// tile, those of the largest unions first, until there is none. Where all tiles of a call run at once with
-// one or two workers an SM, each has a CTA of its own (kAlone). kIndependent: tiles share nothing. kCluster,
-// one worker a CTA and one CTA a tile: the two tiles of a group are a cluster; each CTA copies half of every
-// page of the union to both, and passes over pages that its own queries did not select.
+// tile, those of the largest unions first, until there is none. In calls of few tiles two CTAs an SM have one
+// worker each (kAlone). kIndependent: tiles share nothing. kCluster, one worker a CTA and one CTA a tile: the
+// two tiles of a group are a cluster; each CTA copies half of every page of the union to both, and passes
+// over pages that its own queries did not select.
 //
 // Threads: 512 (one worker: 256). Warpgroup 0 produces: warps 0 to 2 copy K and V^T, one for each worker;
 // warp 3 draws tiles, one ahead of those at work. Warpgroups 1 to 3 are the workers: warp w of one holds rows
@@ -17,14 +17,14 @@
 // each page), Q 8 KiB, two tiles' queries, page metadata, barriers. One worker: 75 KiB.
 //
 // Registers: 56 producing, 152 consuming (output 64, scores in FP16 or half of a page's PV 32, row sums 4,
-// probabilities 16, Q fragments 16). One worker: 40 and 216.
+// probabilities 16, Q fragments 16). One worker: 40 and 216, for scores and a page's whole PV at once.
 //
 // A worker goes through a page step by step, and the other two through theirs meanwhile:
 //
 //   tensor cores  QK(j)     |                   | PV(j) high |           | PV(j) low |
-//   the rest      who wants | maxima, exp, P(j) |            | O high += | Q(j+1)    | O low +=
+//   the rest      who wants | maxima, P(j)      |            | O high += | Q(j+1)    | O low +=
 //
-// kAlone has no others to wait for, and registers to spare: PV(j) runs beside QK(j+1).
+// kAlone has fewer others to wait for: PV(j), in one product, runs beside QK(j+1).
 //
 // Invariants: full_* take one arrival of the producer and the bytes of the slot; empty_* one arrival of each
 // warp of the worker, or of both workers of a cluster, each for itself: an elected thread could release what
@@ -144,8 +144,10 @@ cudaError_t launch_union_attention(const UnionParams& p, const CUtensorMap& key_
                                 stream, p, key_map);
     };
     if (is_cluster) return launch(std::integral_constant<Layout, Layout::kCluster>{});
-    // As many as two CTAs an SM hold at once: a third worker would have nothing to do.
-    if (tiles <= 2 * int64_t{multiprocessors})
+    // Up to two tiles an SM a third worker would have nothing to do; up to six, three of them would take a
+    // second turn with less to do, and two CTAs are through sooner.
+    const int64_t tiles_per_sm = (tiles + multiprocessors - 1) / multiprocessors;
+    if (tiles_per_sm <= 2 || (tiles_per_sm > 3 && tiles_per_sm <= 6))
         return launch(std::integral_constant<Layout, Layout::kAlone>{});
     return launch(std::integral_constant<Layout, Layout::kWorkers>{});
 }
