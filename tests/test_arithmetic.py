@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,12 +19,16 @@ from pageweaver.common.arithmetic import (
     SoftmaxState,
     batched_matmul,
     exp2,
+    linear_codes,
     normalize_q,
     quantize_q,
     split_e4m3,
     split_q,
 )
-from pageweaver.common.problem import AttentionProblem
+from pageweaver.common.problem import AttentionProblem, make_problem
+from pageweaver.common.reference import exact_attention, nrms
+from pageweaver.common.supports import preset
+from pageweaver.strategies.query_union import unions
 
 from .helpers import (
     P_ERROR,
@@ -37,6 +43,20 @@ from .helpers import (
     random_problem,
     replaced,
 )
+
+# "fp8" with exponentials, as page_union has it, and with codes linear in the logit, as the unions have it.
+LINEAR = "fp8, linear codes"
+POLICIES = (*ARITHMETICS, LINEAR)
+# A part f of an octave above a power of two the line through E4M3's numbers is (1 + f) 2**-f 2**(-3/64) of
+# the exponential: 0.968, at f = 0, to 1.028. A code is rounded to the nearest, 1 + f by up to 1/16: to
+# 2**(-1/16) 0.968 = 0.927 of the exponential at f = 1/16, to 1.5 2**(-7/16) 0.968 = 1.072 at f = 7/16.
+LINE_ERROR, LINEAR_ERROR = 0.032, 0.0731
+POLICY_ERROR = {**P_ERROR, LINEAR: LINEAR_ERROR}
+
+
+def policy(name: str) -> Arithmetic:
+    """One of `POLICIES`."""
+    return Arithmetic("fp8", linear_codes=True) if name == LINEAR else Arithmetic(name)
 
 
 @pytest.fixture(params=[1, 2])
@@ -165,6 +185,121 @@ class TestSplit:
         assert (broken[0].float() + broken[1].float())[1, 5].isnan().any()
 
 
+class TestLinearCodes:
+    # E4M3's numbers by the format: an exponent of four bits with bias 7, three bits of fraction.
+    VALUES = np.array(
+        [(8 + code % 8) * 2.0 ** (code // 8 - 10) if code >= 8 else code * 2.0**-9 for code in range(127)]
+    )
+
+    @staticmethod
+    def weights(exponents: torch.Tensor) -> torch.Tensor:
+        return policy(LINEAR).weights(exponents).double()
+
+    @staticmethod
+    def octaves() -> torch.Tensor:
+        """4,096 exponents an octave, in the middle between ties, for octaves of normal codes."""
+        return -(torch.arange(13 * 4096) + 0.5) / 4096
+
+    def test_table(self) -> None:
+        assert torch.equal(torch.from_numpy(self.VALUES), torch.arange(127).byte().view(E4M3).double())
+        assert self.VALUES[120] == 256.0
+
+    def test_codes(self) -> None:
+        """By fractions, every tie among them: all steps are exact in FP32 here."""
+        exponents = torch.arange(-20 * 256, 1) / 256
+        expected = [max(0, round(Fraction(step, 256) * 8 + Fraction(957, 8))) for step in range(-20 * 256, 1)]
+        assert linear_codes(exponents).tolist() == expected
+        assert np.array_equal(self.weights(exponents).numpy(), self.VALUES[expected])
+
+    def test_random_codes(self) -> None:
+        exponents = -torch.rand(200_000, generator=torch.Generator().manual_seed(2)) * 17
+        places = np.maximum(exponents.double().numpy() * 8 + 119.625, 0.0)
+        # FP32 rounds the place by at most 2**-18, and may take it over a tie of codes.
+        off = np.abs(linear_codes(exponents).numpy() - places)
+        assert off.max() <= 0.5 + 2.0**-18
+
+    def test_error(self) -> None:
+        exponents = self.octaves()
+        ratio = self.weights(exponents) / torch.exp2(exponents.double() + 8)
+        places = exponents.double().numpy() * 8 + 119.625
+        line = np.interp(places, np.arange(127), self.VALUES) / np.exp2(exponents.double().numpy() + 8)
+        assert line.min() >= 1 - LINE_ERROR and line.max() <= 1 + LINE_ERROR
+        # The bound is met, or it would say nothing.
+        assert 0.07 < (ratio - 1).abs().max() <= LINEAR_ERROR
+
+    def test_mean_of_an_octave(self) -> None:
+        """The line is 0.7% above on average (4.1% without the 3/8 of a code), and rounding adds nothing."""
+        exponents = self.octaves()
+        means = (self.weights(exponents) / torch.exp2(exponents.double() + 8)).view(13, 4096).mean(dim=1)
+        assert ((means - 1).abs() <= 0.01).all()
+
+    def test_monotone(self) -> None:
+        exponents = torch.linspace(-20, 0, 100_001)
+        weights = self.weights(exponents)
+        assert (weights.diff() >= 0).all()
+        # Every number of E4M3 up to 2**8 comes up.
+        assert weights.unique().tolist() == self.VALUES[:121].tolist()
+
+    def test_edges(self) -> None:
+        # Half a code, the last that is rounded to 0, is 14.890625 octaves below the maximum.
+        exponents = torch.tensor([0.0, -0.0, -14.890625, -14.8906, -30.0, -1e38, -3e38, -math.inf, math.nan])
+        expected = [256.0, 256.0, 0.0, 2.0**-9, 0.0, 0.0, 0.0, 0.0, 7.0]
+        assert self.weights(exponents).nan_to_num(7.0).tolist() == expected
+
+    def test_bits_of_one_element(self, threads: int) -> None:
+        exponents = -torch.rand(70_001) * 16
+        whole = linear_codes(exponents)
+        for start, end in ((0, 1), (3, 8), (5, 36), (69_990, 70_001), (17, 60_000)):
+            assert torch.equal(linear_codes(exponents[start:end].clone()), whole[start:end])
+
+    @pytest.mark.parametrize("name", [name for name in ARITHMETICS if name != "fp8"])
+    def test_other_policies(self, name: str) -> None:
+        with pytest.raises(ValueError, match=rf"linear_codes: got True for arithmetic '{name}', supported: "):
+            Arithmetic(name, linear_codes=True)
+
+    def test_nrms(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """At most 5% of float64, as asked of "fp8", and little more than exponentials that are rounded."""
+        problem = make_problem(preset("mid").tail(33))
+        expected, _ = exact_attention(problem)
+        target = Target("union8")
+        error = nrms(target.run(problem).out, expected)
+        monkeypatch.setattr(unions, "Arithmetic", lambda name, **_: Arithmetic(name))
+        rounded = nrms(target.run(problem).out, expected)
+        assert rounded < error <= min(0.05, 1.2 * rounded)
+
+    @pytest.mark.parametrize(
+        ("target", "weight"),
+        [
+            (Target("union4"), 192.0),
+            (Target("union8"), 192.0),
+            (Target("per_query"), 192.0),
+            (Target("page_union"), 176.0),
+            (Target("union8", "split"), 181.0),
+        ],
+        ids=str,
+    )
+    def test_who_has_them(self, target: Target, weight: float) -> None:
+        """A key half an octave below the maximum: 2**7.5 is 181, of which E4M3 makes 176 and the line 192."""
+        problem = paged_case(
+            [[0]],
+            prefixes=[1],
+            q0=1.0,
+            k0=lambda _, positions: -0.5 * positions,
+            v=lambda _, positions: positions.float(),
+            softmax_scale=math.log(2),
+        )
+        result = target.run(problem)
+        assert result.out.flatten().tolist() == pytest.approx([weight / (256 + weight)] * 2048, rel=2.0**-8)
+
+    @pytest.mark.parametrize("strategy", ["union4", "union8"])
+    def test_v_of_one_gives_exactly_one(self, strategy: str) -> None:
+        problem = random_problem(seed=3)
+        v_cache = torch.ones_like(problem.v_cache.float()).to(problem.v_cache.dtype)
+        result = Target(strategy).run(replaced(problem, v_cache=v_cache))
+        live = result.lse > -math.inf
+        assert live.any() and (result.out[live] == 1).all() and (result.out[~live] == 0).all()
+
+
 class TestBatchedMatmul:
     @pytest.mark.parametrize("group_size", [1, 2, 4, 8, 16])
     @pytest.mark.parametrize("page_size", [64, 128])
@@ -188,7 +323,7 @@ class TestOnlineSoftmax:
     @staticmethod
     def run(name: str, logits: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
         """One head-row over pages of 64 tokens: ``[pages, 64]`` logits and values."""
-        arithmetic = Arithmetic(name)
+        arithmetic = policy(name)
         q = torch.zeros(1, 1, 128).bfloat16()
         q[..., 0] = 1.0
         # `logits` in natural units: the factor turns products into base 2 and must be exact in E4M3 steps.
@@ -205,7 +340,7 @@ class TestOnlineSoftmax:
         assert (out == out[0, 0, 0]).all()
         return float(out[0, 0, 0]), float(lse[0, 0])
 
-    @pytest.mark.parametrize("name", ARITHMETICS)
+    @pytest.mark.parametrize("name", POLICIES)
     def test_random(self, name: str) -> None:
         generator = torch.Generator().manual_seed(1)
         for spread in (0.1, 1.0, 5.0):
@@ -214,18 +349,20 @@ class TestOnlineSoftmax:
             out, lse = self.run(name, logits, values)
             weights = torch.softmax(logits.double().flatten(), dim=0)
             # Independent roundings mostly cancel: the worst case of the sum is far away.
-            tolerance = 4 * P_ERROR.get(name, 0.0) / math.sqrt(3) * float(weights.norm()) + 1e-5
+            tolerance = 4 * POLICY_ERROR.get(name, 0.0) / math.sqrt(3) * float(weights.norm()) + 1e-5
             assert abs(out - float(weights @ values.double().flatten())) <= tolerance
+            # Where logits lie in a part of an octave, what the line is off by there stays in the sum.
+            tolerance += -math.log(1 - LINE_ERROR) if name == LINEAR else 0.0
             assert abs(lse - float(torch.logsumexp(logits.double().flatten(), 0))) <= tolerance
 
-    @pytest.mark.parametrize("name", ARITHMETICS)
+    @pytest.mark.parametrize("name", POLICIES)
     @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
     def test_weights_sum_to_one(self, name: str, spread: float) -> None:
         """The sum takes what was multiplied: rounded weights still sum to one."""
         out, _ = self.run(name, torch.randn(32, 64) * spread, torch.ones(32, 64))
         assert out == pytest.approx(1.0, abs=1e-5)
 
-    @pytest.mark.parametrize("name", ARITHMETICS)
+    @pytest.mark.parametrize("name", POLICIES)
     def test_nothing_seen(self, name: str) -> None:
         dead = torch.full((3, 64), -math.inf)
         assert self.run(name, dead, torch.ones(3, 64)) == (0.0, -math.inf)
@@ -233,6 +370,32 @@ class TestOnlineSoftmax:
         live = torch.cat([dead, torch.full((1, 64), -2.0)])
         out, lse = self.run(name, live, torch.full((4, 64), 3.0))
         assert out == pytest.approx(3.0, rel=1e-6) and lse == pytest.approx(math.log(64) - 2, rel=1e-5)
+
+    @pytest.mark.parametrize("name", POLICIES)
+    @pytest.mark.parametrize("logit", [-37.3, -1.0, 0.0, 0.7, 300.0])
+    def test_one_key(self, name: str, logit: float) -> None:
+        """The maximum is 1, or 2**8, in every policy: nothing of its LSE is rounded but in FP32."""
+        logits = torch.full((2, 64), -math.inf)
+        logits[1, 17] = logit
+        out, lse = self.run(name, logits, torch.full((2, 64), 3.0))
+        assert out == 3.0 and lse == pytest.approx(logit, rel=1e-6, abs=1e-6)
+
+    @pytest.mark.parametrize("name", POLICIES)
+    def test_nan(self, name: str) -> None:
+        """A row with a NaN among its logits is NaN, whatever came before and comes after."""
+        for poisoned in range(3):
+            arithmetic = policy(name)
+            state = SoftmaxState.empty(1, 2, 128, torch.device("cpu"))
+            operand, factor = arithmetic.load_q(torch.ones(1, 2, 128).bfloat16(), torch.tensor(1.0))
+            for page in range(3):
+                q = operand.clone()
+                q[0, 0] = math.nan if page == poisoned else 1.0
+                keys, values = torch.zeros(1, 64, 128), torch.ones(1, 64, 128)
+                seen = torch.ones(1, 64, dtype=torch.bool)
+                arithmetic.update(state, torch.tensor([0]), q, factor, keys, values, seen)
+            out, lse = arithmetic.finish(state, torch.tensor(1.0))
+            assert out[0, 0].isnan().all() and lse[0, 0].isnan()
+            assert (out[0, 1] == 1).all() and lse[0, 1] == pytest.approx(math.log(192), rel=1e-6)
 
     def test_unknown_name(self) -> None:
         with pytest.raises(ValueError, match=r"arithmetic: got 'fp16', supported: \('fp8', 'split', "):

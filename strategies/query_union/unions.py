@@ -198,7 +198,8 @@ def execute_reference(
     Step ``r`` visits the page of rank ``r`` of every union that is longer than ``r``, as a CTA does
     with one page after another. Outputs go straight to the original rows.
     """
-    arithmetic = Arithmetic(schedule.arithmetic)
+    # As the kernel has them: its probabilities cost no exponential.
+    arithmetic = Arithmetic(schedule.arithmetic, linear_codes=schedule.arithmetic == "fp8")
     factor = problem.scale_tensor("softmax_scale") * problem.scale_tensor("k_scale")
     v_scale = problem.scale_tensor("v_scale")
     tokens = torch.arange(problem.page_size, device=problem.device)
