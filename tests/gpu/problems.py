@@ -1,8 +1,9 @@
 """Problems that the tests of kernels share, and what is asked of a kernel's numbers.
 
 What an arithmetic may lose of float64 on N(0, 1) numbers is helpers.RANDOM_NRMS. A kernel takes the same
-steps as its torch twin, the reference backend: it may lose little more, and differ little, by exponentials
-that round to the other side, not by another way of rounding.
+steps as its torch twin, the reference backend: it may lose little more, and differ little, by probabilities
+that round to the other side, not by another way of rounding. (The unions count FP8 codes in FP16: a model of
+these steps is 1.6% NRMS from the twin on N(0, 1) numbers.)
 """
 
 from __future__ import annotations
