@@ -136,23 +136,28 @@ def tile_bound(target: Target, problem: pw.AttentionProblem) -> int:
     return int(heads * max_groups * strategy.queries_per_group(problem) // strategy.queries_per_tile(problem))
 
 
-def run_alone_and_crowded(target: Target, problem: pw.AttentionProblem) -> Result:
-    """The result of a call, which each of its copies in a call of 8,192 queries has too.
+def tiles_per_multiprocessor(target: Target, problem: pw.AttentionProblem) -> int:
+    """By which union attention chooses its layout: two CTAs up to 2 and from 4 to 6, else three workers."""
+    return -(-tile_bound(target, problem) // (RESIDENT_TILES // 2))
 
-    Calls of few and of many tiles are different layouts of a kernel. (Pages computed whole are paired by what
-    else is in the call.)
+
+def run_alone_and_crowded(target: Target, problem: pw.AttentionProblem) -> Result:
+    """The result of a call, which each of its copies in larger calls has too.
+
+    Calls of few and of many tiles are different layouts of a kernel, and a layout takes a turn or several.
+    (Pages computed whole are paired by what else is in the call.)
     """
     result, rows = target.run(problem), int(problem.cu_seqlens_q[-1])
     if not target.owns_queries:
         return result
-    times = -(-8192 // rows)
-    crowd = copies(problem, times)
-    # (Clusters have one layout, whatever the call.)
-    if target.options.get("mapping") != "cluster":
-        assert tile_bound(target, crowd) > RESIDENT_TILES, "no other layout"
-    crowded = target.run(crowd)
-    for first in range(0, times * rows, rows):
-        assert_same_bits(crowded[first : first + rows], result[:rows])
+    has_one_layout = target.options.get("mapping") == "cluster"
+    for times, layout in ((2, (4, 5, 6)), (-(-8192 // rows), (3, *range(7, 99)))):
+        while tiles_per_multiprocessor(target, copies(problem, times)) not in layout and not has_one_layout:
+            times += -(-times // 4)
+            assert times * rows < 65536, "no other layout"
+        crowded = target.run(copies(problem, times))
+        for first in range(0, times * rows, rows):
+            assert_same_bits(crowded[first : first + rows], result[:rows])
     return result
 
 
