@@ -32,8 +32,8 @@ class Floor:
     Attributes
     ----------
     matrix, exponentials, pages, memory : float
-        Tensor cores; exponentials of members; K and V from L2 to shared memory; queries, outputs, partials
-        and each page once, through device memory.
+        Tensor cores; exponentials of members, of which the FP8 probabilities of unions need none; K and V
+        from L2 to shared memory; queries, outputs, partials and each page once, through device memory.
     """
 
     matrix: float
@@ -77,15 +77,18 @@ def floor_of(row: Mapping[str, Any]) -> Floor | None:
     rate = MMA_SYNC_BF16_FLOPS if per_query else FP8_FLOPS / MATRIX_FACTOR[arithmetic]
     page_bytes = 2 * page_size * HEAD_DIM * item
     # A cluster reads a group's page once, page_union a unit's; other tiles load what their queries selected.
-    shared = row["arm"].endswith("/cluster") or row["arm"].startswith("page_union")
+    is_page_union = row["arm"].startswith("page_union")
+    shared = row["arm"].endswith("/cluster") or is_page_union
     loads = row["visits"] if shared else row["rounds"]
     queries = row.get("total_q") or 0
     heads = group * row.get("num_kv_heads", 1)
+    # Their codes are linear in the logit.
+    exponentials = 0 if arithmetic == "fp8" and not is_page_union else row["edges"] * group * page_size
     memory = 2 * queries * heads * HEAD_DIM * 2 + (row.get("partial_bytes") or 0)
     memory += -(-(row.get("context") or 0) // page_size) * page_bytes * row.get("num_kv_heads", 1)
     return Floor(
         1e3 * flops / rate,
-        1e3 * row["edges"] * group * page_size / (SMS * EXPONENTIALS_PER_CLOCK * clock),
+        1e3 * exponentials / (SMS * EXPONENTIALS_PER_CLOCK * clock),
         1e3 * loads * page_bytes / L2_BYTES_PER_SECOND,
         1e3 * memory / DRAM_BYTES_PER_SECOND,
     )

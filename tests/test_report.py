@@ -82,13 +82,17 @@ def test_floors_are_the_ceilings_by_hand() -> None:
     floor = floor_of(timed("union8", "x", 0.6))
     assert floor is not None
     assert floor.matrix == pytest.approx(127705 * 64 * 128 * 128 * 4 / 1.79e15 * 1e3)
-    assert floor.exponentials == pytest.approx(244352 * 16 * 128 / (132 * 16 * 1.755e9) * 1e3)
+    assert floor.exponentials == 0
     assert floor.pages == pytest.approx(127705 * 32768 / 9.0e12 * 1e3)
     assert floor.memory == pytest.approx((15272 * 16 * 128 * 2 * 2 + 504 * 32768) / 4.1e12 * 1e3)
     assert floor.milliseconds == floor.pages and floor.bound == "page traffic"
     split, bf16 = (floor_of(timed("union8", "x", 1, arithmetic=name)) for name in ("split", "bf16"))
     assert split is not None and bf16 is not None
     assert split.matrix == bf16.matrix == 2 * floor.matrix and split.bound == "tensor cores"
+    turned = floor_of(timed("page_union", "x", 1))
+    assert turned is not None
+    exponentials = 244352 * 16 * 128 / (132 * 16 * 1.755e9) * 1e3
+    assert turned.exponentials == split.exponentials == pytest.approx(exponentials)
     cluster = floor_of(timed("union8/cluster", "x", 1))
     assert cluster is not None and cluster.pages == pytest.approx(102540 * 32768 / 9.0e12 * 1e3)
     wide = floor_of(timed("union8", "x", 1, kv_dtype="bfloat16", arithmetic="bf16"))

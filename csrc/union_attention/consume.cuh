@@ -17,7 +17,8 @@ constexpr float kHalfMax = 65504.0f, kHalfMin = 5.9604644775390625e-8f;  // FP16
 constexpr uint32_t kNegativeInfinities = 0xfc00fc00u, kLowestIntegers = 0x80008000u,
                    kNegativeZeros = kLowestIntegers, kOnes = 0x3c003c00u;  // in both halves
 // Exponents are in steps of E4M3's codes, eight an octave: code 120 is 2^8. A code is linear inside its
-// octave, so a power of two is too large there by up to 6%: less by 3/8 of a code it is as often too small.
+// octave, so a power of two is too large there by up to 6%: 3/8 of a code less it is 3% too small to 3% too
+// large.
 constexpr float kTopCode = 119.625f, kTopOffset = 0.375f;
 constexpr uint32_t kTopCodes = 0x577a577au, kCodeUnits = 0x64006400u;  // kTopCode and 1024, twice
 // Logits (base 2) from which on FP16 rounds a maximum by more than probabilities have room below 448.
@@ -105,12 +106,13 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
         const float2 factors = load_queries(p, tile, rows, slots.q, unit_factor, warp, lane);
         __syncwarp();
         const float factor[2] = {factors.x, factors.y};
-        // 0 would make NaN of -inf. A larger one than FP16 holds chooses the maximum, but among scores near
-        // 2^-18.
+        // In codes. 0 would make NaN of -inf. A larger one than FP16 holds chooses the maximum, but among
+        // scores closer than 2^-9.
         const auto in_range = [](float x) { return x > kHalfMax ? kHalfMax : x < kHalfMin ? kHalfMin : x; };
         const uint32_t factor_pair = pack_f16x2(in_range(8.0f * factor[0]), in_range(8.0f * factor[1]));
-        // What is added to a scaled score: 8 less the maximum's logit, in FP16. That rounded number is what
-        // counts, so that its rounding is no error. Of a pair of maxima; where their logits are not large.
+        // What is added to a scaled score: the top code less the maximum's, in FP16. That rounded number is
+        // what counts, so that its rounding is no error. Of a pair of maxima; where their logits are not
+        // large.
         const auto bases_of = [&](uint32_t pair) {
             return fma_f16x2(neg_f16x2(pair), factor_pair, kTopCodes);
         };
