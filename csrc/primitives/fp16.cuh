@@ -5,6 +5,8 @@
 
 namespace pageweaver {
 
+constexpr float kHalfMax = 65504.0f, kHalfMin = 5.9604644775390625e-8f;  // the largest, and 2^-24
+
 __device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(packed) : "f"(low), "f"(high));
