@@ -83,7 +83,7 @@ def test_floors_are_the_ceilings_by_hand() -> None:
     assert floor is not None
     assert floor.matrix == pytest.approx(127705 * 64 * 128 * 128 * 4 / 1.79e15 * 1e3)
     assert floor.exponentials == 0
-    assert floor.pages == pytest.approx(127705 * 32768 / 9.0e12 * 1e3)
+    assert floor.pages == pytest.approx(127705 * 32768 / 1.0e13 * 1e3)
     assert floor.memory == pytest.approx((15272 * 16 * 128 * 2 * 2 + 504 * 32768) / 4.1e12 * 1e3)
     assert floor.milliseconds == floor.pages and floor.bound == "page traffic"
     split, bf16 = (floor_of(timed("union8", "x", 1, arithmetic=name)) for name in ("split", "bf16"))
@@ -94,7 +94,7 @@ def test_floors_are_the_ceilings_by_hand() -> None:
     exponentials = 244352 * 16 * 128 / (132 * 16 * 1.755e9) * 1e3
     assert turned.exponentials == split.exponentials == pytest.approx(exponentials)
     cluster = floor_of(timed("union8/cluster", "x", 1))
-    assert cluster is not None and cluster.pages == pytest.approx(102540 * 32768 / 9.0e12 * 1e3)
+    assert cluster is not None and cluster.pages == pytest.approx(102540 * 32768 / 1.0e13 * 1e3)
     wide = floor_of(timed("union8", "x", 1, kv_dtype="bfloat16", arithmetic="bf16"))
     assert wide is not None and wide.pages == 2 * floor.pages
     alone = floor_of(timed("per_query", "x", 1, arithmetic="bf16", rounds=244352))
