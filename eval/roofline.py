@@ -16,7 +16,7 @@ DEFAULT_MHZ = 1755  # where a row does not say which clock was seen
 FP8_FLOPS = 1.79e15  # wgmma e4m3, two warpgroups
 MMA_SYNC_BF16_FLOPS = 5.86e14  # mma.sync m16n8k16, what Triton's small tiles become
 EXPONENTIALS_PER_CLOCK = 16  # a SM
-# To shared memory. Bulk copies of 16 KiB alone had 9.0e12; union attention has 9.9e12 where tiles share least.
+# To shared memory. Bulk copies of 16 KiB alone had 9.0e12; union attention has 9.9e12 where tiles share least
 L2_BYTES_PER_SECOND = 1.0e13
 DRAM_BYTES_PER_SECOND = 4.1e12  # device-to-device copy, read and written
 
