@@ -20,8 +20,7 @@ Q_AMAX_FLOOR = 2.0**-100
 # scaled logits finite, so that a huge query gives a one-hot row and not inf - inf.
 LOGIT_FACTOR_MAX = 2.0**100
 # Probabilities lie in [0, 1] relative to the running maximum. Times 2**8 they use E4M3 down to
-# 2**-17 of the maximum; 2**8 < 448 leaves room for rounding up. As codes linear in the logit they end at
-# 2**-15: subnormal codes fall in a straight line to 0, where powers of two would go on.
+# 2**-17 of the maximum; 2**8 < 448 leaves room for rounding up.
 P_SCALE_LOG2 = 8.0
 # E4M3 has eight codes an octave; code 120 is 2**8.
 CODES_PER_OCTAVE = 8.0
@@ -29,6 +28,10 @@ CODES_PER_OCTAVE = 8.0
 # 3/8 of a code less, it is 3.2% below to 2.8% above, 0.7% above on average. It has to be less than half a
 # code, so that the maximum itself is 2**8 exactly.
 TOP_CODE = 120 - 0.375
+# Codes under 8 are subnormal: the line of the others would reach 0 at 2**-15 of the maximum, where powers of
+# two go on. What is far below one large key, an attention sink, lies there. A second line, from code 5 down
+# to 2**-17.3, is within a factor of 1.5 of them down to code 1.
+TAIL_CODE, TAIL_SLOPE = 4.0, 3.0 / 16.0
 LOG2E = math.log2(math.e)
 
 # "split" scales a head-row by a power of two that brings its maximum into [2**7, 2**8), below E4M3_MAX.
@@ -146,10 +149,12 @@ def linear_codes(exponents: torch.Tensor) -> torch.Tensor:
     Returns
     -------
     torch.Tensor
-        uint8, the shape of `exponents`: 120 for 0, 0 for -14.9 and less; 0x7F, E4M3's NaN, for NaN.
+        uint8, the shape of `exponents`: 120 for 0, 0 for -17.3 and less; 0x7F, E4M3's NaN, for NaN.
     """
     # The product is exact and so is rounding to an integer: one rounding, the sum's, of at most 2**-18.
-    codes = torch.round((exponents * CODES_PER_OCTAVE + TOP_CODE).clamp(min=0.0))
+    places = exponents * CODES_PER_OCTAVE + TOP_CODE
+    tail = places * TAIL_SLOPE + TAIL_CODE
+    codes = torch.round(torch.maximum(places, tail).clamp(min=0.0))
     return codes.nan_to_num(nan=127.0).to(torch.uint8)
 
 
@@ -197,7 +202,7 @@ class Arithmetic:
         "float32": every step in FP32, for telling rounding from organisation.
     linear_codes : bool
         For "fp8" alone: a probability is no exponential that is rounded to E4M3. Its code, the byte, is the
-        logit below the maximum times eight and `TOP_CODE`, rounded to an integer, and 0 below 0. E4M3 codes
+        logit below the maximum times eight and `TOP_CODE`, or a second line far down, rounded. E4M3 codes
         are eight an octave and nearly linear in the logarithm: before it is rounded this is the exponential
         to within 3.2%, and the kernel of the unions computes none.
 

@@ -207,13 +207,15 @@ class TestLinearCodes:
     def test_codes(self) -> None:
         """By fractions, every tie among them: all steps are exact in FP32 here."""
         exponents = torch.arange(-20 * 256, 1) / 256
-        expected = [max(0, round(Fraction(step, 256) * 8 + Fraction(957, 8))) for step in range(-20 * 256, 1)]
+        places = [Fraction(step, 256) * 8 + Fraction(957, 8) for step in range(-20 * 256, 1)]
+        expected = [round(max(place, place * Fraction(3, 16) + 4, 0)) for place in places]
         assert linear_codes(exponents).tolist() == expected
         assert np.array_equal(self.weights(exponents).numpy(), self.VALUES[expected])
 
     def test_random_codes(self) -> None:
         exponents = -torch.rand(200_000, generator=torch.Generator().manual_seed(2)) * 17
-        places = np.maximum(exponents.double().numpy() * 8 + 119.625, 0.0)
+        places = exponents.double().numpy() * 8 + 119.625
+        places = np.maximum(np.maximum(places, places * 3 / 16 + 4), 0.0)
         # FP32 rounds the place by at most 2**-18, and may take it over a tie of codes.
         off = np.abs(linear_codes(exponents).numpy() - places)
         assert off.max() <= 0.5 + 2.0**-18
@@ -241,8 +243,8 @@ class TestLinearCodes:
         assert weights.unique().tolist() == self.VALUES[:121].tolist()
 
     def test_edges(self) -> None:
-        # Half a code, the last that is rounded to 0, is 14.890625 octaves below the maximum.
-        exponents = torch.tensor([0.0, -0.0, -14.890625, -14.8906, -30.0, -1e38, -3e38, -math.inf, math.nan])
+        # Half a code, the last that is rounded to 0, is 17.2865 octaves below the maximum.
+        exponents = torch.tensor([0.0, -0.0, -17.2866, -17.2864, -30.0, -1e38, -3e38, -math.inf, math.nan])
         expected = [256.0, 256.0, 0.0, 2.0**-9, 0.0, 0.0, 0.0, 0.0, 7.0]
         assert self.weights(exponents).nan_to_num(7.0).tolist() == expected
 
@@ -266,6 +268,26 @@ class TestLinearCodes:
         monkeypatch.setattr(unions, "Arithmetic", lambda name, **_: Arithmetic(name))
         rounded = nrms(target.run(problem).out, expected)
         assert rounded < error <= min(0.05, 1.2 * rounded)
+
+    @pytest.mark.parametrize(("share", "bound"), [(0.5, 0.04), (0.8, 0.05), (0.9, 0.08), (0.95, 0.13)])
+    def test_below_a_sink(self, share: float, bound: float) -> None:
+        """A key of V = 0 takes most of the weight; the output is what 2,047 keys far below it make.
+
+        In a model of these steps 64 rows have 3.1, 3.8, 5.5 and 9.9%, exponentials that are rounded 2.7, 2.8,
+        3.3 and 5.8%, and a single line, which ends at 2**-15, 3.2, 7.5, 18 and 38%.
+        """
+        generator = torch.Generator().manual_seed(5)
+        total = error = 0.0
+        for _ in range(32):
+            logits = torch.randn(2048, generator=generator).double() / math.log(2)
+            logits[0] = torch.exp2(logits[1:]).sum().log2() + math.log2(share / (1 - share))
+            values = torch.randn(2048, 16, generator=generator).double()
+            values[0] = 0
+            exact = torch.softmax(logits * math.log(2), dim=0) @ values
+            weights = self.weights((logits - logits.max()).float())
+            total += float((exact**2).sum())
+            error += float(((weights @ values / weights.sum() - exact) ** 2).sum())
+        assert math.sqrt(error / total) <= bound
 
     @pytest.mark.parametrize(
         ("target", "weight"),

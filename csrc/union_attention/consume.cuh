@@ -18,9 +18,11 @@ constexpr uint32_t kNegativeInfinities = 0xfc00fc00u, kLowestIntegers = 0x800080
                    kNegativeZeros = kLowestIntegers, kOnes = 0x3c003c00u;  // in both halves
 // Exponents are in steps of E4M3's codes, eight an octave: code 120 is 2^8. A code is linear inside its
 // octave, so a power of two is too large there by up to 6%: 3/8 of a code less it is 3% too small to 3% too
-// large.
+// large. Codes under 8 are subnormal and end in a straight line where powers of two go on: a second line,
+// 4 + 3/16 of the exponent, stands for them, or what is far below an attention sink would be lost.
 constexpr float kTopCode = 119.625f, kTopOffset = 0.375f;
-constexpr uint32_t kTopCodes = 0x577a577au, kCodeUnits = 0x64006400u;  // kTopCode and 1024, twice
+constexpr uint32_t kTopCodes = 0x577a577au, kCodeUnits = 0x64006400u;        // kTopCode and 1024, twice
+constexpr uint32_t kTailSlopes = 0x32003200u, kTailCodeUnits = 0x64046404u;  // 3/16 and 1028, twice
 // Logits (base 2) from which on FP16 rounds a maximum by more than probabilities have room below 448.
 constexpr float kLargeHalfLogit = 960.0f;
 
@@ -236,10 +238,10 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
 #pragma unroll
                 for (int k = 0; k < 16; ++k) {
                     if (kHas[0])
-                        scores[2 * k] = fma_relu_f16x2(scores[2 * k], twice<0>(factor_pair), twice<0>(bases));
+                        scores[2 * k] = fma_f16x2(scores[2 * k], twice<0>(factor_pair), twice<0>(bases));
                     if (kHas[1])
                         scores[2 * k + 1] =
-                            fma_relu_f16x2(scores[2 * k + 1], twice<1>(factor_pair), twice<1>(bases));
+                            fma_f16x2(scores[2 * k + 1], twice<1>(factor_pair), twice<1>(bases));
                 }
             });
             if (__builtin_expect(has_rare, false)) {
@@ -280,8 +282,7 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
                         scale = is_empty ? kOnes : twice<h>(factor_pair);
 #pragma unroll
                     for (int k = 0; k < 16; ++k)
-                        scores[2 * k + h] =
-                            fma_relu_f16x2(add_f16x2(scores[2 * k + h], subtracted), scale, added);
+                        scores[2 * k + h] = fma_f16x2(add_f16x2(scores[2 * k + h], subtracted), scale, added);
                 };
                 if (is_member[0]) take_row(std::integral_constant<int, 0>{});
                 if (is_member[1]) take_row(std::integral_constant<int, 1>{});
@@ -305,9 +306,12 @@ __device__ void consume(const UnionParams& p, SharedMemory<kLayout>& shared, int
                 for (int i = 0; i < 16; ++i) {
                     if (!kHas[i % 2]) continue;
                     const uint32_t low = scores[4 * (i / 2) + i % 2], high = scores[4 * (i / 2) + 2 + i % 2];
-                    // Beside 1024 a code is the lowest byte.
-                    probabilities[i] =
-                        __byte_perm(add_f16x2(low, kCodeUnits), add_f16x2(high, kCodeUnits), 0x6420);
+                    // Beside 1024 a code is the lowest byte, and integers are in the order of numbers.
+                    const auto codes_of = [](uint32_t places) {
+                        return __vimax3_s16x2(add_f16x2(places, kCodeUnits),
+                                              fma_f16x2(places, kTailSlopes, kTailCodeUnits), kCodeUnits);
+                    };
+                    probabilities[i] = __byte_perm(codes_of(low), codes_of(high), 0x6420);
                 }
             });
         };
