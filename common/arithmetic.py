@@ -30,7 +30,7 @@ CODES_PER_OCTAVE = 8.0
 TOP_CODE = 120 - 0.375
 # Codes under 8 are subnormal: the line of the others would reach 0 at 2**-15 of the maximum, where powers of
 # two go on. What is far below one large key, an attention sink, lies there. A second line, from code 5 down
-# to 2**-17.3, is within a factor of 1.5 of them down to code 1.
+# to 2**-17.3, is within a quarter of them down to code 1, before it is rounded.
 TAIL_CODE, TAIL_SLOPE = 4.0, 3.0 / 16.0
 LOG2E = math.log2(math.e)
 

@@ -29,7 +29,7 @@ INT32_MIN = -(2**31)
 # logits. So the bounds made of this number stand for them too.)
 P_ERROR = {"fp8": 2.0**-4, "split": 2.0**-9, "bf16": 2.0**-9}
 # A probability under half of the smallest scaled E4M3 number, 2**-18 of the largest, is lost (codes linear in
-# the logit: under 2**-14.9; no case has more than a few hundredths of a row's weight there), and so is what
+# the logit: under 2**-17.3; no case has more than a few hundredths of a row's weight there), and so is what
 # two parts leave of a larger one; 2,048 keys, the most that 16 pages hold, lose less than this together.
 P_LOST = {"fp8": 2048 * 2.0**-18, "split": 2048 * 2.0**-18, "bf16": 0.0}
 # BF16 has eight significant bits; outputs and stored partials are rounded once each.

@@ -248,6 +248,18 @@ class TestLinearCodes:
         expected = [256.0, 256.0, 0.0, 2.0**-9, 0.0, 0.0, 0.0, 0.0, 7.0]
         assert self.weights(exponents).nan_to_num(7.0).tolist() == expected
 
+    def test_as_the_kernel_counts(self) -> None:
+        """All FP16 numbers up to 125: the union kernel's four steps, integers being in the order of numbers."""
+        places = np.arange(65536, dtype=np.uint16).view(np.float16)
+        places = places[places <= 125]
+        with np.errstate(over="ignore"):
+            exact = places.astype(np.float64)  # FP16 rounds a fused multiply-add once
+            line, tail = (exact + 1024).astype(np.float16), (exact * 3 / 16 + 1028).astype(np.float16)
+        found = np.maximum(np.maximum(line.view(np.int16), tail.view(np.int16)), 0x6400)
+        exponents = (torch.from_numpy(places.astype(np.float32)) - 119.625) / 8
+        assert len(places) > 54_000 and (found >> 8 == 0x64).all()
+        assert np.array_equal(found & 0xFF, linear_codes(exponents).numpy())
+
     def test_bits_of_one_element(self, threads: int) -> None:
         exponents = -torch.rand(70_001) * 16
         whole = linear_codes(exponents)
