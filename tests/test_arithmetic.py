@@ -249,7 +249,7 @@ class TestLinearCodes:
         assert self.weights(exponents).nan_to_num(7.0).tolist() == expected
 
     def test_as_the_kernel_counts(self) -> None:
-        """All FP16 numbers up to 125: the union kernel's four steps, integers being in the order of numbers."""
+        """All FP16 numbers up to 125, by the kernel's four steps: integers are in the order of numbers."""
         places = np.arange(65536, dtype=np.uint16).view(np.float16)
         places = places[places <= 125]
         with np.errstate(over="ignore"):
