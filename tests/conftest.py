@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -29,3 +31,12 @@ def target(request: pytest.FixtureRequest) -> Target:
     """Every strategy's reference backend on the CPU; tests/gpu overrides it with the kernels."""
     chosen: Target = request.param
     return chosen
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One thread and two, for what must not depend on how work is cut."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

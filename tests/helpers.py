@@ -28,6 +28,10 @@ INT32_MIN = -(2**31)
 # too large and half too small, and an LSE by more than this only where nearly all keys have the worst of
 # logits. So the bounds made of this number stand for them too.)
 P_ERROR = {"fp8": 2.0**-4, "split": 2.0**-9, "bf16": 2.0**-9}
+# A part f of an octave above a power of two the line through E4M3's numbers is (1 + f) 2**-f 2**(-3/64) of
+# the exponential: 0.968, at f = 0, to 1.028. A code is rounded to the nearest, 1 + f by up to 1/16: to
+# 2**(-1/16) 0.968 = 0.927 of the exponential at f = 1/16, to 1.5 2**(-7/16) 0.968 = 1.072 at f = 7/16.
+LINE_ERROR, LINEAR_ERROR = 0.032, 0.0731
 # A probability under half of the smallest scaled E4M3 number, 2**-18 of the largest, is lost (codes linear in
 # the logit: under 2**-17.3; no case has more than a few hundredths of a row's weight there), and so is what
 # two parts leave of a larger one; 2,048 keys, the most that 16 pages hold, lose less than this together.

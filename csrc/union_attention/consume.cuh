@@ -20,7 +20,7 @@ constexpr uint32_t kNegativeInfinities = 0xfc00fc00u, kLowestIntegers = 0x800080
 // octave, so a power of two is too large there by up to 6%: 3/8 of a code less it is 3% too small to 3% too
 // large. Codes under 8 are subnormal and end in a straight line where powers of two go on: a second line,
 // 4 + 3/16 of the exponent, stands for them, or what is far below an attention sink would be lost.
-constexpr float kTopCode = 119.625f, kTopOffset = 0.375f;
+constexpr float kTopCode = 119.625f, kTopOffset = 120.0f - kTopCode;
 constexpr uint32_t kTopCodes = 0x577a577au, kCodeUnits = 0x64006400u;        // kTopCode and 1024, twice
 constexpr uint32_t kTailSlopes = 0x32003200u, kTailCodeUnits = 0x64046404u;  // 3/16 and 1028, twice
 // Logits (base 2) from which on FP16 rounds a maximum by more than probabilities have room below 448.

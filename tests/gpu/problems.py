@@ -152,10 +152,12 @@ def run_alone_and_crowded(target: Target, problem: pw.AttentionProblem) -> Resul
         return result
     has_one_layout = target.options.get("mapping") == "cluster"
     for times, layout in ((2, (4, 5, 6)), (-(-8192 // rows), (3, *range(7, 99)))):
-        while tiles_per_multiprocessor(target, copies(problem, times)) not in layout and not has_one_layout:
+        crowd = copies(problem, times)
+        while tiles_per_multiprocessor(target, crowd) not in layout and not has_one_layout:
             times += -(-times // 4)
             assert times * rows < 65536, "no other layout"
-        crowded = target.run(copies(problem, times))
+            crowd = copies(problem, times)
+        crowded = target.run(crowd)
         for first in range(0, times * rows, rows):
             assert_same_bits(crowded[first : first + rows], result[:rows])
     return result
